@@ -1,7 +1,8 @@
 """Where the packages lie; everything else about the distribution stands in pyproject.toml.
 
-This file exists for one reason: the folder ``backends/`` at the top of the repository is the package ``refattn.backends``.
-pyproject.toml alone can state such a mapping only together with a hand-written list of every package; here the list is found.
+This file exists for one reason: the folder ``backends/`` at the top of the repository is the package
+``refattn.backends``. pyproject.toml could state such a mapping only together with a hand-written list of every package;
+here the list is found.
 """
 
 from setuptools import find_packages, setup

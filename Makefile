@@ -1,0 +1,88 @@
+# Every target sets up what it needs in .venv: Python 3.11 or newer and make are enough.
+#   make verify     hold the correct example against the reference, then see a broken one named
+#   make test       the test suite
+
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 python,\
+	$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# One BLAS thread for each test process: more only get in each other's way.
+PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -P -m pytest
+WORKERS ?= auto
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help verify test lint format typecheck docs bench wheel clean
+
+help:
+	@echo "make verify | test | lint | format | typecheck | docs | bench | wheel | clean"
+
+# ---- environment: a stamp for each set of extras, renewed when the metadata changes
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "refattn needs Python 3.11 or newer; none was found on PATH (name one: make PYTHON=...)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make a virtual environment: its ensurepip is missing (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+INSTALL = $(PIP) install -q -e "$(strip $(1))" && touch $@
+METADATA := pyproject.toml setup.py
+
+$(VENV)/.ready: $(METADATA) | $(BIN)/python
+	$(call INSTALL,.)
+$(VENV)/.ready-%: $(METADATA) | $(BIN)/python
+	$(call INSTALL,.[$*])
+
+# ---- the two commands of the README
+
+MECHANISM := --mechanism scaled_dot_product_attention
+CORRECT := examples/online_softmax.py:attention
+CORRECT_BACKWARD := examples/online_softmax.py:attention_backward
+BROKEN := examples/broken/causal_upper_left.py:attention
+BROKEN_CLASS := causal_other
+
+verify: $(VENV)/.ready
+	$(BIN)/refattn verify $(CORRECT) --backward $(CORRECT_BACKWARD) --gradients $(MECHANISM)
+	@echo
+	@echo "The same for a kernel with a mistake: the verdict must be a mismatch (exit 1) explained by $(BROKEN_CLASS)."
+	$(BIN)/refattn verify $(BROKEN) $(MECHANISM) > $(VENV)/broken.txt; status=$$?; cat $(VENV)/broken.txt; \
+	  test $$status -eq 1 && grep -q $(BROKEN_CLASS) $(VENV)/broken.txt
+
+test: $(VENV)/.ready-test
+	$(PYTEST) -n $(WORKERS) --maxprocesses 8
+	@echo "Numba-CUDA kernels on the simulator (chosen by the environment before numba is imported, hence a process of its own)"
+	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) tests/backends/test_numba_cuda.py
+
+# ---- everything else
+
+lint: $(VENV)/.ready-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.ready-lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The installed tree is checked: in the checkout, refattn.backends does not lie inside refattn/.
+typecheck: $(VENV)/.ready-lint
+	rm -rf build/typecheck
+	$(PIP) install -q --no-deps --target build/typecheck .
+	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p refattn
+
+docs: $(VENV)/.ready-docs
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+# What is committed is measured (`make bench ASV="run --quick"` is shorter); `asv publish` makes the pages.
+ASV ?= run
+bench: $(VENV)/.ready-bench
+	$(BIN)/asv machine --yes
+	OPENBLAS_NUM_THREADS=1 $(BIN)/asv $(ASV) --python=same --set-commit-hash $$(git rev-parse HEAD)
+
+wheel: $(BIN)/python
+	rm -rf build/lib dist
+	$(PIP) wheel -q --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf $(VENV) build dist docs/_build .asv *.egg-info .pytest_cache .ruff_cache .mypy_cache
