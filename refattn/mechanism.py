@@ -1,0 +1,340 @@
+"""The Function and Mechanism objects: one way of calling everything, and the registry of mechanisms.
+
+The mathematics lives in plain functions of a mechanism's file::
+
+    forward(q, k, v, *, option=...)            -> (Result, saved)
+    backward(saved, *, output, lse)            -> {"q": ..., "k": ...}      cotangents in, None where left out
+    definition(q, k, v, *, option=...)         -> Result                    slow, float64 NumPy arrays in and out
+
+A Function puts around them what is the same everywhere: binding and naming of arguments, one namespace, the compute
+dtype, rounding of the results to the dtype of the inputs, adjoints of broadcasting, and errors.  A forward that names
+``backend`` or ``algorithm`` among its keywords is given them.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from refattn import arrays
+from refattn.records import Cost, Mutation, Result
+
+__all__ = ["Function", "Mechanism", "function", "mechanism", "mechanisms"]
+
+_COMMON = ("backend", "compute_dtype", "algorithm")
+ALGORITHMS = ("auto", "whole", "tiled")
+
+_registry: dict[str, "Mechanism"] = {}
+mechanisms: Mapping[str, "Mechanism"] = MappingProxyType(_registry)
+"""Every registered mechanism by name; read-only."""
+
+
+class Function:
+    """A differentiable function with a hand-derived gradient.
+
+    Parameters
+    ----------
+    forward, backward : callable
+        The mathematics, see the module docstring.
+    differentiable : sequence of str
+        Arguments that have a gradient: floating arrays, or Python numbers (their gradient is 0-d).
+    floating : sequence of str
+        Floating arguments without a gradient (random draws, memories): cast like the others.
+    outputs : sequence of str
+        Result fields that accept a cotangent.
+    storage : sequence of str
+        Result fields returned in the dtype of the inputs; all others keep the compute dtype.
+    primary : sequence of str
+        Arguments whose widest dtype is "the dtype of the inputs"; default: the positional ones that are differentiable.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., tuple[Result, Any]],
+        backward: Callable[..., dict[str, Any]],
+        *,
+        differentiable: Sequence[str],
+        floating: Sequence[str] = (),
+        outputs: Sequence[str] = ("output",),
+        storage: Sequence[str] = ("output",),
+        primary: Sequence[str] = (),
+        name: str | None = None,
+        doc: str | None = None,
+    ) -> None:
+        self.name = name or forward.__name__.strip("_")
+        self.differentiable = tuple(differentiable)
+        self.outputs = tuple(outputs)
+        self._forward, self._backward = forward, backward
+        self._floating = (*self.differentiable, *floating)
+        self._storage = tuple(storage)
+        self._signature = inspect.signature(forward)
+        parameters = self._signature.parameters
+        self._positional = tuple(n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD)
+        self._primary = tuple(primary) or tuple(n for n in self._positional if n in self._floating)
+        self._wants = tuple(n for n in ("backend", "algorithm") if n in parameters)
+        self._options = tuple(n for n in parameters if n not in ("backend", "algorithm"))
+        unknown = set(self._floating) - set(parameters)
+        if unknown:
+            raise TypeError(f"{self.name}: {sorted(unknown)} are not arguments of its forward")
+        self.__doc__ = doc or forward.__doc__
+        self.__name__ = self.name
+        self.__wrapped__ = forward  # inspect.signature and doctest look here
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__.lower()} {self.name}>"
+
+    # ------------------------------------------------------------------ the calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output array."""
+        return self.forward(*args, **kwargs).output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Result:
+        """All results as a Result."""
+        call = _Call(self, args, kwargs)
+        result, _ = call.run()
+        return call.stored(result)
+
+    def vjp(self, *args: Any, **kwargs: Any) -> tuple[Result, Callable[..., dict[str, Any]]]:
+        """The Result, and a function from cotangents of its fields to gradients of the arguments.
+
+        ``pullback(d_output)`` or ``pullback(output=..., lse=...)``: a field left out counts as zero.  It may be called
+        many times and changes nothing.
+        """
+        call = _Call(self, args, kwargs)
+        result, saved = call.run()
+        stored = call.stored(result)
+
+        def pullback(*positional: Any, **cotangents: Any) -> dict[str, Any]:
+            if len(positional) > 1 or (positional and self.outputs[0] in cotangents):
+                raise TypeError(f"{self.name}: one positional cotangent, that of {self.outputs[0]!r}; the others by name")
+            if positional:
+                cotangents[self.outputs[0]] = positional[0]
+            return call.pull(saved, stored, cotangents)
+
+        return stored, pullback
+
+    # ------------------------------------------------------------------ binding
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by name, without defaults; errors name the function, the argument and the nearest known name."""
+        if len(args) > len(self._positional):
+            raise TypeError(
+                f"{self.name} takes the arrays {', '.join(self._positional)} by position, {len(args)} were given; options go by name"
+            )
+        bound = dict(zip(self._positional, args, strict=False))
+        for key, value in kwargs.items():
+            if key not in self._options:
+                near = difflib.get_close_matches(key, (*self._options, *_COMMON), n=1, cutoff=0.5)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(self._options)}"
+                raise TypeError(f"{self.name} has no option {key!r}{hint}")
+            if key in bound:
+                raise TypeError(f"{self.name}: {key!r} was given twice")
+            bound[key] = value
+        for key, parameter in self._signature.parameters.items():
+            required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+            if required and key not in bound and key in self._options:
+                raise TypeError(f"{self.name}: the argument {key!r} is missing")
+        return bound
+
+
+class _Call:
+    """One call: bound arguments, namespace, dtypes; shared by forward and its pullback."""
+
+    def __init__(self, owner: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.owner = owner
+        kwargs = dict(kwargs)
+        backend, compute, algorithm = (kwargs.pop(n, d) for n, d in zip(_COMMON, (None, None, "auto"), strict=True))
+        self.given = owner.bind(args, kwargs)
+        arrays.require_one_of("algorithm", algorithm, ALGORITHMS)
+        found = [x for x in self.given.values() if arrays.is_array(x)]
+        if not found:
+            raise TypeError(f"{owner.name}: no array among the arguments ({', '.join(self.given)})")
+        self.xp = arrays.namespace(*found)
+        self._check_types(compute)
+        self.dtype, self.compute = self._dtypes(compute)
+        self.extra = self._extra(backend, algorithm)
+
+    def _check_types(self, compute: Any) -> None:
+        owner = self.owner
+        for name in owner._floating:
+            x = self.given.get(name)
+            if x is None or isinstance(x, (float, int)) and not isinstance(x, bool):
+                continue
+            if not arrays.is_array(x):
+                if isinstance(x, complex) and compute is not None:
+                    continue
+                kind = type(x).__name__
+                raise TypeError(f"{owner.name}: {name} is a {kind}: expected a floating-point array or a number")
+            if arrays.is_complex(x.dtype):
+                if compute is None or not arrays.is_complex(compute):
+                    raise TypeError(
+                        f"{owner.name}: {name} is complex ({arrays.dtype_name(x.dtype)}); complex arguments are taken only"
+                        " with compute_dtype='complex128' (the complex-step derivative)"
+                    )
+            elif not arrays.is_real_floating(x.dtype):
+                raise TypeError(
+                    f"{owner.name}: {name} has dtype {arrays.dtype_name(x.dtype)} and shape {tuple(x.shape)}:"
+                    " expected a floating-point array"
+                )
+
+    def _dtypes(self, compute: Any) -> tuple[Any, Any]:
+        primary = [self.given[n] for n in self.owner._primary if arrays.is_array(self.given.get(n))]
+        primary = primary or [x for n in self.owner._floating if arrays.is_array(x := self.given.get(n))]
+        if not primary:
+            return None, None
+        dtype = primary[0].dtype
+        for x in primary[1:]:
+            dtype = _wider(dtype, x.dtype, self.xp)
+        if compute is not None:
+            return dtype, _named_dtype(compute, self.xp)
+        return dtype, self.xp.float32 if arrays.is_half(dtype) else dtype
+
+    def _extra(self, backend: Any, algorithm: str) -> dict[str, Any]:
+        from refattn import backends
+
+        chosen = backends.resolve(backend, self.xp)
+        if "backend" not in self.owner._wants and chosen.fused:
+            raise ValueError(f"{self.owner.name} is not served by the fused backend {chosen.name!r}; leave backend out")
+        values = {"backend": chosen, "algorithm": algorithm}
+        return {n: values[n] for n in self.owner._wants}
+
+    def run(self) -> tuple[Result, Any]:
+        arguments = dict(self.given)
+        if self.compute is not None:
+            for name in self.owner._floating:
+                x = arguments.get(name)
+                if arrays.is_array(x) and x.dtype != self.compute:
+                    arguments[name] = self.xp.astype(x, self.compute)
+        return self.owner._forward(**arguments, **self.extra)
+
+    def stored(self, result: Result) -> Result:
+        """The results as the caller gets them: outputs in the dtype of the inputs."""
+        fields = dict(result.fields)
+        for name in self.owner._storage:
+            x = fields.get(name)
+            if arrays.is_array(x) and self.dtype is not None and x.dtype != self.dtype:
+                fields[name] = self.xp.astype(x, self.dtype)
+        return Result(**fields)
+
+    def pull(self, saved: Any, stored: Result, cotangents: dict[str, Any]) -> dict[str, Any]:
+        owner, xp = self.owner, self.xp
+        full: dict[str, Any] = dict.fromkeys(owner.outputs)
+        for name, d in cotangents.items():
+            if name not in owner.outputs:
+                raise TypeError(f"{owner.name}: {name!r} has no cotangent; the differentiable results are {', '.join(owner.outputs)}")
+            if d is None:
+                continue
+            if not arrays.is_array(d) or arrays.namespace(d) is not xp:
+                raise TypeError(f"{owner.name}: the cotangent of {name} is a {type(d).__name__}: expected an array of the inputs' library")
+            want = tuple(getattr(stored, name).shape)
+            if tuple(d.shape) != want:
+                raise ValueError(f"{owner.name}: the cotangent of {name} has shape {tuple(d.shape)}: expected {want}")
+            if not (arrays.is_real_floating(d.dtype) or arrays.is_complex(d.dtype)):
+                raise TypeError(f"{owner.name}: the cotangent of {name} has dtype {arrays.dtype_name(d.dtype)}: expected floating point")
+            full[name] = xp.astype(d, self.compute) if d.dtype != self.compute else d
+        gradients = owner._backward(saved, **full)
+        finished = {}
+        for name in owner.differentiable:
+            x = self.given.get(name)
+            if x is None:
+                continue
+            g = gradients.get(name)
+            shape = tuple(x.shape) if arrays.is_array(x) else ()
+            dtype = x.dtype if arrays.is_array(x) else self.compute
+            if g is None:
+                g = xp.zeros(shape, dtype=dtype, device=arrays.device(next(a for a in self.given.values() if arrays.is_array(a))))
+            g = arrays.sum_to_shape(g, shape)
+            finished[name] = xp.astype(g, dtype) if g.dtype != dtype else g
+        return finished
+
+
+def _wider(a: Any, b: Any, xp: Any) -> Any:
+    if a == b:
+        return a
+    if arrays.is_half(a) and arrays.is_half(b):
+        return xp.float32
+    if arrays.is_half(a) or arrays.is_half(b):
+        return b if arrays.is_half(a) else a
+    return xp.result_type(a, b)
+
+
+def _named_dtype(compute: Any, xp: Any) -> Any:
+    name = arrays.dtype_name(compute)
+    if not (arrays.is_real_floating(name) or arrays.is_complex(name)):
+        raise TypeError(f"compute_dtype is {compute!r}: expected a floating-point dtype")
+    if name == "bfloat16" and xp is np:
+        from ml_dtypes import bfloat16
+
+        return np.dtype(bfloat16)
+    found = getattr(xp, name, None)
+    if found is None:
+        raise TypeError(f"compute_dtype is {compute!r}: {xp.__name__} has no such dtype")
+    return np.dtype(found) if xp is np else found
+
+
+class Mechanism(Function):
+    """An attention mechanism: a Function with a definition, a cost, an example and its known mistakes."""
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        backward: Callable[..., Any],
+        definition: Callable[..., Result],
+        cost: Callable[..., Cost],
+        example: Callable[..., dict[str, Any]],
+        mutations: Sequence[Mutation],
+        *,
+        name: str,
+        equation: str,
+        paper: str,
+        axes: Mapping[str, str],
+        **options: Any,
+    ) -> None:
+        super().__init__(forward, backward, name=name, **options)
+        self.equation, self.paper, self.axes = equation, paper, MappingProxyType(dict(axes))
+        self.mutations = tuple(mutations)
+        self._definition, self._cost, self._example = definition, cost, example
+
+    def definition(self, *args: Any, **kwargs: Any) -> Result:
+        """The same numbers by the slow, independent path, in float64; arrays come back in the caller's namespace."""
+        for name in _COMMON:
+            kwargs.pop(name, None)
+        bound = self.bind(args, kwargs)
+        xp = arrays.namespace(*bound.values())
+        host = {}
+        for name, x in bound.items():
+            if arrays.is_array(x):
+                x = arrays.to_numpy(x)
+                if name in self._floating:
+                    x = x.astype(np.float64)
+            host[name] = x
+        result = self._definition(**host)
+        if xp is np:
+            return result
+        return Result(**{n: xp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in result.fields.items()})
+
+    def cost(self, **sizes: Any) -> Cost:
+        """Counts of one call; sizes by axis letter, dtype, direction="forward" | "backward" | "both", options."""
+        return self._cost(**sizes)
+
+    def example(self, rng: np.random.Generator, **sizes: Any) -> dict[str, Any]:
+        """Valid keyword arguments (float64 NumPy arrays) drawn from ``rng``."""
+        return self._example(rng, **sizes)
+
+
+def function(forward: Callable[..., Any], backward: Callable[..., Any], **options: Any) -> Function:
+    """A Function (see there)."""
+    return Function(forward, backward, **options)
+
+
+def mechanism(*parts: Any, **options: Any) -> Mechanism:
+    """Build a Mechanism and enter it in ``mechanisms``; a name can be taken only once."""
+    made = Mechanism(*parts, **options)
+    if made.name in _registry:
+        raise ValueError(f"a mechanism named {made.name!r} exists already")
+    _registry[made.name] = made
+    return made

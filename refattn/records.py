@@ -1,0 +1,152 @@
+"""Plain frozen records that several rooms use."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+__all__ = ["AttentionProblem", "Block", "Capability", "Cost", "Mutation", "Result"]
+
+
+class Result:
+    """What a mechanism returns: named arrays, each an attribute.  Read-only.
+
+    >>> Result(output=1.0, lse=2.0).lse
+    2.0
+    """
+
+    __slots__ = ("_fields",)
+    _fields: Mapping[str, Any]
+
+    def __init__(self, **fields: Any) -> None:
+        object.__setattr__(self, "_fields", MappingProxyType(fields))
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """All fields by name."""
+        return self._fields
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._fields[name]
+        except KeyError:
+            raise AttributeError(f"no field {name!r}: this result has {', '.join(self._fields)}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError("a Result is read-only")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._fields
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._fields]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_result, (dict(self._fields),)
+
+    def __repr__(self) -> str:
+        parts = (f"{n}: {getattr(x, 'dtype', type(x).__name__)}{tuple(getattr(x, 'shape', ()))}" for n, x in self._fields.items())
+        return f"Result({', '.join(parts)})"
+
+
+def _rebuild_result(fields: dict[str, Any]) -> Result:
+    return Result(**fields)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Exact operation and byte counts of one call.
+
+    ``multiplies`` are the multiply-adds over visible pairs, ``computed_multiplies`` those over the pairs of the blocks
+    that are really computed; ``elementwise`` counts operations that are no multiply-adds; bytes are bytes.
+    """
+
+    multiplies: int = 0
+    computed_multiplies: int = 0
+    elementwise: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    saved_bytes: int = 0
+    peak_bytes: int = 0
+    parameters: int = 0
+
+    @property
+    def flops(self) -> int:
+        """2 x multiplies + element-wise operations."""
+        return 2 * self.multiplies + self.elementwise
+
+    def __add__(self, other: "Cost") -> "Cost":
+        """Costs one after the other: counts add up, the peak is the larger one."""
+        names = [f.name for f in dataclasses.fields(self)]
+        total = {n: getattr(self, n) + getattr(other, n) for n in names}
+        total["peak_bytes"] = max(self.peak_bytes, other.peak_bytes)
+        return Cost(**total)
+
+
+@dataclasses.dataclass(frozen=True)
+class Capability:
+    """Whether a backend runs here, and why not."""
+
+    name: str
+    usable: bool
+    reason: str
+    fused: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """A way people get a mechanism wrong, written on its own.
+
+    ``forward(arguments)`` returns the Result that the mistake gives, or None where the mistake does not show for these
+    arguments; ``gradients(arguments, cotangents)`` likewise a dict of gradients or None.  The catalogue name is
+    ``class_`` (also readable as the attribute ``class``).
+    """
+
+    class_: str
+    says: str
+    forward: Callable[[dict[str, Any]], Result | None] | None = None
+    gradients: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any] | None] | None = None
+
+
+setattr(Mutation, "class", property(lambda self: self.class_))
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One batch of equal-size blocks: which queries meet which keys.
+
+    ``queries`` and ``keys`` are selections (``refattn.selections``); ``visible`` is None where every pair of the block is
+    seen, else a function of no arguments returning a bool array that broadcasts to the logits of the block.
+    """
+
+    queries: Any
+    keys: Any
+    visible: Callable[[], Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionProblem:
+    """Softmax attention as the core sees it; axes (b, g, r, q, d): query head = r-th head of key head g.
+
+    ``q`` (b,g,r,q,d), ``k`` (b|1,g,k,d), ``v`` (b|1,g,k,e) in the compute dtype; ``terms`` act on the logits in order;
+    ``visibility`` is a Pattern or None; ``blocks(group)`` lists the blocks (None: slices cut by the core); ``sinks``
+    (g,r,n) or None; ``dropout`` a pair (keep mask (b|1,g|1,r|1,q|1,k|1), factor) or None; ``rows`` real query counts per
+    batch or None.  ``heads`` (g,r) holds the number of each query head in the caller's order.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    scale: Any
+    heads: Any
+    terms: tuple[Any, ...] = ()
+    visibility: Any = None
+    blocks: Callable[..., Iterator[Block]] | None = None
+    sinks: Any = None
+    lse_includes_sinks: bool = True
+    dropout: tuple[Any, float] | None = None
+    rows: Any = None
+    tile: tuple[int, int] | None = None
