@@ -157,7 +157,7 @@ def einsum_vjp(spec: str, operands: Sequence[Array], d_output: Array) -> list[Ar
 
 def _run(plan: _Plan, operands: Sequence[Array]) -> Array:
     xp = namespace(*operands)
-    halves = [is_half(operand.dtype) for operand in operands]
+    halves = [_kind(operand.dtype) == "half" for operand in operands]
     arrays = list(operands)
     if any(halves):
         dtype = xp.result_type(*operands)
@@ -371,10 +371,15 @@ def _shapes(spec: str, operands: Sequence[Array]) -> tuple[Shape, ...]:
     for at, operand in enumerate(operands):
         if not is_array(operand):
             raise TypeError(f"einsum({spec!r}): operand {at} is a {type(operand).__name__}, expected an array")
-        if is_bool(operand.dtype):
+        if _kind(operand.dtype) == "bool":
             raise TypeError(f"einsum({spec!r}): operand {at} is boolean; cast it to a number, or select with where")
     return tuple(tuple(operand.shape) for operand in operands)
 
 
 def _listed(shapes: Sequence[Shape]) -> str:
     return ", ".join(map(str, shapes))
+
+
+@cache
+def _kind(dtype: Any) -> str:
+    return "bool" if is_bool(dtype) else "half" if is_half(dtype) else "full"
