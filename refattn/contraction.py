@@ -18,7 +18,7 @@ from functools import cache, lru_cache
 from itertools import chain, groupby
 from typing import Any, NamedTuple
 
-from refattn.arrays import is_array, is_bool, is_half, namespace
+from refattn.arrays import dtype_name, is_array, is_half, namespace
 
 __all__ = ["einsum", "einsum_vjp"]
 
@@ -157,7 +157,10 @@ def einsum_vjp(spec: str, operands: Sequence[Array], d_output: Array) -> list[Ar
 
 def _run(plan: _Plan, operands: Sequence[Array]) -> Array:
     xp = namespace(*operands)
-    halves = [_kind(operand.dtype) == "half" for operand in operands]
+    names = [dtype_name(operand.dtype) for operand in operands]
+    if "bool" in names:
+        raise TypeError(f"einsum: operand {names.index('bool')} is boolean; cast it to a number, or select with where")
+    halves = [is_half(name) for name in names]
     arrays = list(operands)
     if any(halves):
         dtype = xp.result_type(*operands)
@@ -371,15 +374,8 @@ def _shapes(spec: str, operands: Sequence[Array]) -> tuple[Shape, ...]:
     for at, operand in enumerate(operands):
         if not is_array(operand):
             raise TypeError(f"einsum({spec!r}): operand {at} is a {type(operand).__name__}, expected an array")
-        if _kind(operand.dtype) == "bool":
-            raise TypeError(f"einsum({spec!r}): operand {at} is boolean; cast it to a number, or select with where")
     return tuple(tuple(operand.shape) for operand in operands)
 
 
 def _listed(shapes: Sequence[Shape]) -> str:
     return ", ".join(map(str, shapes))
-
-
-@cache
-def _kind(dtype: Any) -> str:
-    return "bool" if is_bool(dtype) else "half" if is_half(dtype) else "full"
