@@ -1,0 +1,171 @@
+"""The distribution and the shape of the house: metadata, import cost, and who may import whom."""
+
+import ast
+import importlib.metadata
+import importlib.resources
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import refattn
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+# Ground floor first: a room imports only from rooms on lines above its own. Rooms that share a line are one floor.
+FLOORS = [
+    ["arrays"],
+    ["records"],
+    ["contraction"],
+    ["normalization"],
+    ["positions"],
+    ["patterns"],
+    ["scores"],
+    ["backends"],
+    ["attend"],
+    ["cost"],
+    ["precision"],
+    ["mechanism"],
+    ["attention"],
+    ["memory", "routing"],
+    ["layers"],
+    ["verification"],
+    ["plotting", "cli", "pytest_plugin"],
+]
+FLOOR_OF = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+TOP = len(FLOORS) - 1
+
+HEAVY = ("numba", "scipy", "matplotlib", "torch", "jax", "cupy", "rich", "mpmath")
+
+
+def python_files(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((REPOSITORY / folder).rglob("*.py"))]
+
+
+def module_name(path: Path) -> str:
+    """refattn.attention.x of refattn/attention/x.py; refattn.backends.x of backends/x.py; a package is its __init__."""
+    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    parts = ("refattn", *parts) if parts[0] == "backends" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
+    """Line and absolute dotted name of everything imported at run time; ``from a import b`` counts as a.b."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")
+            base = parents[: len(parents) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{source}.{alias.name}") for alias in node.names)
+        else:
+            yield from imported_modules(node, package)
+
+
+def imports_of(path: Path) -> list[tuple[int, str]]:
+    name = module_name(path)
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    return list(imported_modules(ast.parse(path.read_text(encoding="utf-8")), package))
+
+
+def room_of(module: str) -> str | None:
+    """The room of refattn.<room>...; None for refattn itself and for other distributions."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "refattn" and len(parts) > 1 and parts[1] in FLOOR_OF else None
+
+
+def forbidden_imports(room: str, imports: list[tuple[int, str]]) -> list[str]:
+    """Imports that a room must not have: of a room on its own floor or above, or of the whole package."""
+    bad = []
+    for line, name in imports:
+        if name.split(".")[0] != "refattn":
+            continue
+        other = room_of(name)
+        if other is None:
+            if FLOOR_OF[room] < TOP and name != "refattn.__version__":
+                bad.append(f"line {line}: {name} (the whole package)")
+        elif other != room and FLOOR_OF[other] >= FLOOR_OF[room]:
+            bad.append(f"line {line}: {name}")
+    return bad
+
+
+def test_version_is_that_of_the_metadata():
+    assert refattn.__version__ == importlib.metadata.version("refattn")
+
+
+def test_command_is_installed():
+    (command,) = importlib.metadata.entry_points(group="console_scripts", name="refattn")
+    assert callable(command.load())
+
+
+def test_types_are_shipped():
+    assert importlib.resources.files("refattn").joinpath("py.typed").is_file()
+
+
+def test_all_names_exist_once():
+    assert [name for name in refattn.__all__ if not hasattr(refattn, name)] == []
+    assert len(set(refattn.__all__)) == len(refattn.__all__)
+
+
+def test_import_leaves_heavy_packages_alone():
+    code = f"import sys, refattn; print(*[name for name in {HEAVY!r} if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout.split(), run.stderr) == (0, [], "")
+
+
+def test_every_folder_with_modules_is_a_package():
+    # setup.py finds packages by their __init__.py; a folder without one would be missing from the wheel.
+    folders = {path.parent for path in python_files("refattn", "backends")}
+    assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
+
+
+def test_every_module_has_a_room():
+    homeless = {
+        path.name
+        for path in python_files("refattn")
+        if path != REPOSITORY / "refattn" / "__init__.py" and room_of(module_name(path)) is None
+    }
+    assert homeless == set()
+
+
+@pytest.mark.parametrize("room", FLOOR_OF)
+def test_room_imports_only_from_the_floors_below(room):
+    bad = {}
+    for path in python_files("refattn", "backends"):
+        if room_of(module_name(path)) == room and (found := forbidden_imports(room, imports_of(path))):
+            bad[str(path.relative_to(REPOSITORY))] = found
+    assert bad == {}
+
+
+EXAMPLE_OF_BAD_IMPORTS = """
+import refattn
+from refattn import arrays, attend
+def late():
+    from ..cli import main
+if TYPE_CHECKING:
+    from refattn.cli import main
+"""
+
+
+def test_forbidden_imports_are_seen():
+    imports = list(imported_modules(ast.parse(EXAMPLE_OF_BAD_IMPORTS), "refattn.verification"))
+    assert forbidden_imports("scores", imports) == [
+        "line 2: refattn (the whole package)",
+        "line 3: refattn.attend",
+        "line 5: refattn.cli.main",
+    ]
+
+
+def test_backends_is_only_imported_as_part_of_refattn():
+    bad = [
+        f"{path.relative_to(REPOSITORY)}:{line}"
+        for path in python_files("refattn", "backends", "tests", "examples", "docs", "asv_benchmarks")
+        for line, name in imports_of(path)
+        if name.split(".")[0] == "backends"
+    ]
+    assert bad == []
