@@ -1,5 +1,7 @@
+from importlib.metadata import version
+
 import refattn
 
 
 def pytest_report_header() -> str:
-    return f"refattn {refattn.__version__} from {refattn.__path__[0]}"
+    return f"refattn {version('refattn')} from {refattn.__path__[0]}"

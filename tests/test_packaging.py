@@ -21,6 +21,7 @@ FLOORS = [
     ["contraction"],
     ["normalization"],
     ["positions"],
+    ["selections"],
     ["patterns"],
     ["scores"],
     ["backends"],
