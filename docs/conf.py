@@ -27,6 +27,7 @@ myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the numpydoc sections give types in words
 numpydoc_show_class_members = False
+autosummary_generate = False
 
 html_theme = "alabaster"
 html_theme_options = {

@@ -8,10 +8,10 @@ from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-import refattn as ra
+from refattn.mechanism import Mechanism, mechanisms
 
 
-def facts(mechanism: ra.mechanism.Mechanism) -> Iterator[str]:
+def facts(mechanism: Mechanism) -> Iterator[str]:
     """Markdown lines: equation, signature, axes, gradients, known mistakes."""
     yield from ("```text", *inspect.cleandoc(mechanism.equation).splitlines(), "```", "")
     yield from (f"Source: {mechanism.paper}", "")
@@ -36,7 +36,7 @@ class MechanismDirective(SphinxDirective):
     required_arguments = 1
 
     def run(self) -> list[Node]:
-        mechanism = ra.mechanisms[self.arguments[0]]
+        mechanism = mechanisms[self.arguments[0]]
         container = Element()
         self.state.nested_parse(StringList(list(facts(mechanism)), source=self.env.docname), 0, container)
         return list(container.children)
