@@ -8,6 +8,7 @@ query), writes each step down as the formulas do, and shares nothing with the fa
 Axes: ``...`` any leading batch axes, h query head, g key/value head, q and k positions, d and e channels, n sinks.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,18 +104,23 @@ def definition(
         query_lengths=query_lengths, key_lengths=key_lengths, query_segments=query_segments, key_segments=key_segments,
     )  # fmt: skip
     real_rows = _per_batch("query_lengths", rows if query_lengths is None else query_lengths, lead)
-    factor = channels**-0.5 if scale is None else float(scale)
+    if scale is None:
+        factor = channels**-0.5 if channels else 1.0
+    else:
+        factor = _number(scale)
+    cap = None if softcap is None else _number(softcap)
     bias = None if bias is None else np.broadcast_to(np.asarray(bias, dtype=np.float64), whole)
     keep = None if dropout_mask is None else np.broadcast_to(_boolean("dropout_mask", dropout_mask), whole)
     if dropout_rate and keep is None:
         raise ValueError(f"dropout_rate is {dropout_rate}, but no dropout_mask says which weights are kept")
     if alibi_slopes is not None:
+        slopes = np.asarray(alibi_slopes, dtype=np.float64)
         offset = offsets(lead, rows, columns, align, query_lengths, key_lengths)
     sink_logits = np.zeros((heads, 0)) if sinks is None else np.asarray(sinks, dtype=np.float64).reshape(heads, -1)
 
     output = np.zeros((*lead, heads, rows, v.shape[-1]))
     lse = np.full((*lead, heads, rows), -np.inf)
-    all_weights, all_logits = (np.zeros(whole), np.zeros(whole)) if keep_weights else (None, None)
+    all_weights, all_logits = np.zeros(whole), np.zeros(whole)
     j = np.arange(columns)
     with np.errstate(all="ignore"):
         for b, batch in enumerate(np.ndindex(lead)):
@@ -134,16 +140,15 @@ def definition(
                         added = added + bias[row]
                         hidden = hidden | (bias[row] == -np.inf)
                     if alibi_slopes is not None:
-                        added = added - float(alibi_slopes[h]) * np.abs(i + offset[batch] - j)
-                    if softcap is None:
+                        added = added - slopes[h] * np.abs(i + offset[batch] - j)
+                    if cap is None:
                         logits = logits + added
                     elif softcap_after_bias:
-                        logits = softcap * np.tanh((logits + added) / softcap)
+                        logits = cap * np.tanh((logits + added) / cap)
                     else:
-                        logits = softcap * np.tanh(logits / softcap) + added
+                        logits = cap * np.tanh(logits / cap) + added
                     logits = np.where(hidden, -np.inf, logits)
-                    if keep_weights:
-                        all_logits[row] = logits
+                    all_logits[row] = logits
 
                     if i >= real_rows[batch]:
                         continue
@@ -156,8 +161,7 @@ def definition(
                     if keep is not None:
                         weights = weights * keep[row][seen] / (1 - dropout_rate)
                     output[row] = np.sum(weights[:, None] * values[seen], axis=0)
-                    if keep_weights:
-                        all_weights[row][seen] = weights
+                    all_weights[row][seen] = weights
     if keep_weights:
         return Result(output=output, lse=lse, weights=all_weights, logits=all_logits)
     return Result(output=output, lse=lse)
@@ -180,10 +184,14 @@ def visible_pairs(
     key_segments: np.ndarray | None = None,
 ) -> np.ndarray:
     """Which key each row may see, bool (..., h, q, k): everything but -inf from bias or score_mod."""
+    if (query_segments is None) != (key_segments is None):
+        raise ValueError("query_segments and key_segments go together: only one of them was given")
     visible = np.ones((*lead, heads, rows, columns), dtype=bool)
     if mask is not None:
         visible &= _boolean("mask", mask)
     i, j = np.arange(rows)[:, None], np.arange(columns)[None, :]
+    if pattern is not None:
+        pattern = pattern.fit(rows, columns, batch=lead, heads=heads)
     left, right = (None, None) if window is None else window
     offset = offsets(lead, rows, columns, align, query_lengths, key_lengths) if causal or window is not None else None
     real_rows = _per_batch("query_lengths", rows if query_lengths is None else query_lengths, lead)
@@ -198,9 +206,7 @@ def visible_pairs(
                 here = here & (ahead >= -left)
             if right is not None:
                 here = here & (ahead <= right)
-        if (query_segments is None) != (key_segments is None):
-            raise ValueError("query_segments and key_segments go together: only one of them was given")
-        if query_segments is not None:
+        if query_segments is not None and key_segments is not None:
             q_ids = np.broadcast_to(query_segments, (*lead, rows))[batch]
             k_ids = np.broadcast_to(key_segments, (*lead, columns))[batch]
             here = here & (q_ids[:, None] == k_ids[None, :])
@@ -246,7 +252,13 @@ def _per_batch(name: str, value: Any, lead: tuple[int, ...]) -> np.ndarray:
     value = np.asarray(value)
     if value.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {value.dtype}: expected ints")
+    if value.ndim == 1 and value.size == math.prod(lead):
+        value = value.reshape(lead)
     return np.broadcast_to(value.astype(int), lead)
+
+
+def _number(value: Any) -> float:
+    return float(np.reshape(value, ()))
 
 
 def _boolean(name: str, value: Any) -> np.ndarray:

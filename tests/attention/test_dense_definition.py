@@ -9,19 +9,14 @@ import numpy as np
 import pytest
 
 from refattn.attention.dense_definition import definition, visible_pairs
+from refattn.patterns import mask_mod
 
 DATA = pathlib.Path(__file__).parent.parent / "data"
 U = np.finfo(np.float64).eps / 2
 
 
-class Every:
-    """A pattern that sees (i + j + b + h) mod step = 0."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def visible(self, i, j, *, q, k, b=None, h=None):
-        return (i + j + b + h) % self.step == 0
+def every(step):
+    return mask_mod(lambda b, h, i, j: (i + j + b + h) % step == 0)
 
 
 def arrays(rng, *, lead=(2,), h=6, g=3, q=4, k=7, d=5, e=3, amplitude=1.0):
@@ -42,7 +37,7 @@ def all_options(rng, *, lead=(2,), h=6, q=4, k=7):
     bias[1, 0, 2] = -np.inf
     return {
         "mask": rng.random((*lead, 1, q, k)) < 0.9,
-        "pattern": Every(3),
+        "pattern": every(3),
         "bias": bias,
         "causal": True,
         "align": np.arange(3, 3 + math.prod(lead)).reshape(lead),
@@ -94,7 +89,7 @@ def brute_force(q, k, v, **o):
                         s += extra
                     left, right = o.get("window") or (None, None)
                     see = "mask" not in at or at["mask"][b, h, i, j]
-                    see = see and (o.get("pattern") is None or o["pattern"].visible(i, j, q=qs, k=ks, b=b, h=h))
+                    see = see and (o.get("pattern") is None or o["pattern"].to_mask(qs, ks, bs, hs)[b, h, i, j])
                     see = see and (not o.get("causal") or j <= i + align)
                     see = see and (left is None or j >= i + align - left) and (right is None or j <= i + align + right)
                     if o.get("query_segments") is not None:
@@ -244,7 +239,7 @@ def test_leading_axes_broadcast_and_are_counted_flat():
     x = arrays(rng, lead=(2, 3), h=2, g=2)
     x["k"], x["v"] = x["k"][:, :1], x["v"][0]
     lengths, offset = rng.integers(1, 8, (2, 3)), rng.integers(0, 3, (2, 1))
-    options = {"pattern": Every(2), "key_lengths": lengths, "causal": True, "align": offset}
+    options = {"pattern": every(2), "key_lengths": lengths, "causal": True, "align": offset}
     result = definition(**x, **options)
     assert result.output.shape == (2, 3, 2, 4, 3)
     full = {n: np.broadcast_to(a, (2, 3, *a.shape[-3:])).reshape(6, *a.shape[-3:]) for n, a in x.items()}
