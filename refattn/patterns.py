@@ -224,10 +224,10 @@ class Pattern:
 
     # ------------------------------------------------------------------ combination
 
-    def __and__(self, other: "Pattern") -> "Pattern":
+    def __and__(self, other: Any) -> "Pattern":
         return _All(self, other) if isinstance(other, Pattern) else NotImplemented
 
-    def __or__(self, other: "Pattern") -> "Pattern":
+    def __or__(self, other: Any) -> "Pattern":
         return _Any(self, other) if isinstance(other, Pattern) else NotImplemented
 
     def __invert__(self) -> "Pattern":
@@ -643,7 +643,8 @@ class _Lengths(_PerBatch):
         """Lengths of queries and keys for the batch entries asked for; the largest integer where there is no limit."""
         rows = self._chosen(b)
         no_limit = np.full(len(rows), np.iinfo(np.int64).max)
-        return tuple(no_limit if x is None else x[rows] for x in (self._query, self._key))
+        query, key = (no_limit if x is None else x[rows] for x in (self._query, self._key))
+        return query, key
 
     def _classify(self, i0: int, i1: int, j0: int, j1: int, q: int, k: int, b: Which, h: Which) -> str:
         query, key = self._ends(b)
@@ -655,7 +656,7 @@ class _Lengths(_PerBatch):
         query, key = self._ends(b)
         return 0, min(int(np.max(np.where(query > i0, key, 0), initial=0)), k)
 
-    def _interval(self, i: Any, b: Any, h: Any, q: int, k: int) -> tuple[Any, Any] | None:
+    def _interval(self, i: Any, b: Any, h: Any, q: int, k: int) -> tuple[Any, Any]:
         end = k if self._key is None else np.minimum(self._values(np, "_key", b), k)
         return 0, end if self._query is None else np.where(i < self._values(np, "_query", b), end, 0)
 
@@ -716,12 +717,10 @@ class _Documents(_PerBatch):
     def _key_range(self, i0: int, i1: int, q: int, k: int, b: Which, h: Which) -> tuple[int, int]:
         if not self._sorted:
             return 0, k
-        ends = [
-            np.searchsorted(self._key[row], self._query[row, at], side=side)
-            for row in self._chosen(b)
-            for at, side in ((i0, "left"), (i1 - 1, "right"))
-        ]
-        return min(ends[::2], default=0), max(ends[1::2], default=0)
+        rows = self._chosen(b)
+        starts = [int(np.searchsorted(self._key[r], self._query[r, i0], side="left")) for r in rows]
+        ends = [int(np.searchsorted(self._key[r], self._query[r, i1 - 1], side="right")) for r in rows]
+        return min(starts, default=0), max(ends, default=0)
 
     def _below(self, i: np.ndarray, m: Any, b: Any, h: Any, q: int, k: int) -> Any:
         row = self._row(np, b)
@@ -857,11 +856,9 @@ class _Dense(_PerBatch):
     ) -> Any:
         self._check(q, k)
         entries = None if self._rows == 1 else self._chosen(self._need(b, "b"))
-        if self.heads > 1:
-            self._need(h, "h")
+        heads = (1, 1) if self.heads == 1 else self._need(h, "h").shape
         piece = self._piece(self._on(xp, device, "_mask"), entries, h, i0, i1, j0, j1)
         tail = piece.shape[2:]
-        heads = (1, 1) if self.heads == 1 else h.shape
         if self._rows > 1:
             return xp.reshape(piece, (piece.shape[0], *heads, *tail))
         return xp.reshape(piece, tail if self.heads == 1 else (*heads, *tail))
@@ -920,8 +917,7 @@ class _Missing:
 
     __array_ufunc__ = None  # NumPy arrays leave arithmetic with it to the operators below
     __getattr__ = __getitem__ = __index__ = __int__ = __float__ = __bool__ = __array__ = __iter__ = __len__ = _raise
-    __hash__ = _raise  # type: ignore[assignment]
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __pos__ = __abs__ = __invert__ = _raise  # type: ignore[assignment]
+    __hash__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __pos__ = __abs__ = __invert__ = _raise
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _raise
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __and__ = __rand__ = _raise
     __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _raise
@@ -934,6 +930,7 @@ class _Combination(Pattern):
     """Several patterns together."""
 
     _symbol = ""
+    _parts: tuple[Pattern, ...]
 
     def __init__(self, *parts: Pattern) -> None:
         flat: list[Pattern] = []

@@ -155,7 +155,7 @@ def hold(pattern, rule, q, k, batch, heads, rng, exact=False):
             got = pattern.tile(i0, i1, j0, j1, q=q, k=k, b=bs, h=hs[:, None], xp=xp)
             got = np.broadcast_to(np.asarray(got), (len(bs), len(hs), 1, i1 - i0, j1 - j0))[:, :, 0]
             assert np.array_equal(got, part)
-        for which in (dict(b=bs, h=hs), dict(b=bs.tolist(), h=range(nh)), dict(b=int(bs[0]), h=int(hs[0])), {}):
+        for which in ({"b": bs, "h": hs}, {"b": bs.tolist(), "h": range(nh)}, {"b": int(bs[0]), "h": int(hs[0])}, {}):
             chosen = want[np.atleast_1d(which.get("b", np.arange(nb)))][:, np.atleast_1d(which.get("h", np.arange(nh)))]
             chosen = chosen[:, :, i0:i1]
             piece = chosen[..., j0:j1]
@@ -183,7 +183,7 @@ def test_every_answer_agrees_with_a_loop(name):
         hold(pattern, rule, q, k, batch, heads, rng, exact=name in EXACT)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(18))
 def test_combinations_agree_with_a_loop(seed):
     rng = np.random.default_rng(1000 + seed)
     for q, k in ((5, 7), (7, 5), (6, 6)):
@@ -216,8 +216,12 @@ def test_combinations_agree_with_a_loop(seed):
 def test_large_counts_go_by_rows_not_by_pairs(monkeypatch):
     """Counts of section 4.2 sizes; walking 65536 x 65536 pairs would be seen as a call of tile."""
     monkeypatch.setattr(patterns.Pattern, "tile", None)
-    cases = {(16, 4): (70, 40, 82, 136), (3072, 32): (100848, 148992, 243728, 4720128),
-             (12288, 128): (1576896, 595968, 2148416, 75503616), (65536, 256): (16809856, 8421376, 25100416, 2147516416)}  # fmt: skip
+    cases = {
+        (16, 4): (70, 40, 82, 136),
+        (3072, 32): (100848, 148992, 243728, 4720128),
+        (12288, 128): (1576896, 595968, 2148416, 75503616),
+        (65536, 256): (16809856, 8421376, 25100416, 2147516416),
+    }
     for (n, stride), counts in cases.items():
         made = [patterns.strided(stride, part) for part in ("first", "second", "both")]
         assert tuple(p.pairs(n, n) for p in (*made, patterns.causal())) == counts
