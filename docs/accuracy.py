@@ -100,35 +100,39 @@ def true_gradients(arguments: dict[str, Any], d_output: np.ndarray, d_lse: np.nd
 
 def errors(found: Any, true: np.ndarray, dtype: str) -> tuple[float, float]:
     """Largest error in ulps of each element, and over the largest element in unit roundoffs."""
-    difference = np.abs(exact(found) - true).astype(np.float64)
-    size = np.abs(true).astype(np.float64)
+    difference, size = (np.asarray(abs(x)).astype(np.float64) for x in (exact(found) - true, true))
     spacing = np.spacing(size.astype(dtype)).astype(np.float64)
     return float((difference / spacing).max()), float(difference.max() / size.max() / ROUNDOFF[dtype])
 
 
-def main() -> None:
-    print("| dtype | setting | quantity | ulp | relative to max |")
-    print("|---|---|---|---|---|")
-    for dtype in ROUNDOFF:
-        rng = np.random.default_rng(0)
-        for setting, drawn in settings(rng):
-            arguments = {name: x.astype(dtype) if isinstance(x, np.ndarray) else x for name, x in drawn.items()}
-            result, pullback = ra.scaled_dot_product_attention.vjp(**arguments)
-            cotangents = {
-                name: rng.standard_normal(getattr(result, name).shape).astype(dtype) for name in ("output", "lse")
-            }
-            found = {"output": result.output, "lse": result.lse, **pullback(**cotangents)}
+def measured(dtype: str) -> dict[tuple[str, str], tuple[float, float]]:
+    """Errors by setting and quantity."""
+    rng = np.random.default_rng(0)
+    table = {}
+    for setting, drawn in settings(rng):
+        arguments = {name: x.astype(dtype) if isinstance(x, np.ndarray) else x for name, x in drawn.items()}
+        result, pullback = ra.scaled_dot_product_attention.vjp(**arguments)
+        cotangents = {
+            name: rng.standard_normal(getattr(result, name).shape).astype(dtype) for name in ("output", "lse")
+        }
+        found = {"output": result.output, "lse": result.lse, **pullback(**cotangents)}
 
-            precise = {
-                name: x if isinstance(x, bool | str) else exact(x)[()] if isinstance(x, float) else exact(x)
-                for name, x in arguments.items()
-            }
-            output, lse = truth(precise)
-            gradients = true_gradients(precise, exact(cotangents["output"]), exact(cotangents["lse"]))
-            for name, true in {"output": output, "lse": lse, **gradients}.items():
-                ulp, relative = errors(found[name], true, dtype)
-                label = name if name in cotangents else f"gradient of {name}"
-                print(f"| {dtype} | {setting} | {label} | {ulp:.1f} | {relative:.1f} |")
+        precise = {name: x if isinstance(x, bool | str) else exact(x)[()] for name, x in arguments.items()}
+        output, lse = truth(precise)
+        gradients = true_gradients(precise, exact(cotangents["output"]), exact(cotangents["lse"]))
+        for name, true in {"output": output, "lse": lse, **gradients}.items():
+            quantity = name if name in cotangents else f"gradient of {name}"
+            table[setting, quantity] = errors(found[name], true, dtype)
+    return table
+
+
+def main() -> None:
+    tables = {dtype: measured(dtype) for dtype in ROUNDOFF}
+    print("| setting | quantity |", " | ".join(f"{dtype}: ulp | relative to max" for dtype in tables), "|")
+    print("|---" * (2 + 2 * len(tables)) + "|")
+    for setting, quantity in tables["float64"]:
+        columns = (f"{ulp:.2g} | {relative:.2g}" for ulp, relative in (t[setting, quantity] for t in tables.values()))
+        print(f"| {setting} | {quantity} |", " | ".join(columns), "|")
 
 
 if __name__ == "__main__":
