@@ -110,7 +110,9 @@ class Function:
 
         def pullback(*positional: Any, **cotangents: Any) -> dict[str, Any]:
             if len(positional) > 1 or (positional and self.outputs[0] in cotangents):
-                raise TypeError(f"{self.name}: one positional cotangent, that of {self.outputs[0]!r}; the others by name")
+                raise TypeError(
+                    f"{self.name}: one positional cotangent, that of {self.outputs[0]!r}; the others by name"
+                )
             if positional:
                 cotangents[self.outputs[0]] = positional[0]
             return call.pull(saved, stored, cotangents)
@@ -162,7 +164,7 @@ class _Call:
         owner = self.owner
         for name in owner._floating:
             x = self.given.get(name)
-            if x is None or isinstance(x, (float, int)) and not isinstance(x, bool):
+            if x is None or (isinstance(x, (float, int)) and not isinstance(x, bool)):
                 continue
             if not arrays.is_array(x):
                 if isinstance(x, complex) and compute is not None:
@@ -190,7 +192,8 @@ class _Call:
         for x in primary[1:]:
             dtype = _wider(dtype, x.dtype, self.xp)
         if compute is not None:
-            return dtype, _named_dtype(compute, self.xp)
+            named = _named_dtype(compute, self.xp)
+            return (named if arrays.is_complex(named) else dtype), named
         return dtype, self.xp.float32 if arrays.is_half(dtype) else dtype
 
     def _extra(self, backend: Any, algorithm: str) -> dict[str, Any]:
@@ -225,16 +228,22 @@ class _Call:
         full: dict[str, Any] = dict.fromkeys(owner.outputs)
         for name, d in cotangents.items():
             if name not in owner.outputs:
-                raise TypeError(f"{owner.name}: {name!r} has no cotangent; the differentiable results are {', '.join(owner.outputs)}")
+                raise TypeError(
+                    f"{owner.name}: {name!r} has no cotangent; the differentiable results are {', '.join(owner.outputs)}"
+                )
             if d is None:
                 continue
             if not arrays.is_array(d) or arrays.namespace(d) is not xp:
-                raise TypeError(f"{owner.name}: the cotangent of {name} is a {type(d).__name__}: expected an array of the inputs' library")
+                raise TypeError(
+                    f"{owner.name}: the cotangent of {name} is a {type(d).__name__}: expected an array of the inputs' library"
+                )
             want = tuple(getattr(stored, name).shape)
             if tuple(d.shape) != want:
                 raise ValueError(f"{owner.name}: the cotangent of {name} has shape {tuple(d.shape)}: expected {want}")
             if not (arrays.is_real_floating(d.dtype) or arrays.is_complex(d.dtype)):
-                raise TypeError(f"{owner.name}: the cotangent of {name} has dtype {arrays.dtype_name(d.dtype)}: expected floating point")
+                raise TypeError(
+                    f"{owner.name}: the cotangent of {name} has dtype {arrays.dtype_name(d.dtype)}: expected floating point"
+                )
             full[name] = xp.astype(d, self.compute) if d.dtype != self.compute else d
         gradients = owner._backward(saved, **full)
         finished = {}
@@ -244,9 +253,11 @@ class _Call:
                 continue
             g = gradients.get(name)
             shape = tuple(x.shape) if arrays.is_array(x) else ()
-            dtype = x.dtype if arrays.is_array(x) else self.compute
+            dtype = x.dtype if arrays.is_array(x) and not arrays.is_complex(self.compute) else self.compute
             if g is None:
-                g = xp.zeros(shape, dtype=dtype, device=arrays.device(next(a for a in self.given.values() if arrays.is_array(a))))
+                g = xp.zeros(
+                    shape, dtype=dtype, device=arrays.device(next(a for a in self.given.values() if arrays.is_array(a)))
+                )
             g = arrays.sum_to_shape(g, shape)
             finished[name] = xp.astype(g, dtype) if g.dtype != dtype else g
         return finished

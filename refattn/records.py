@@ -48,7 +48,10 @@ class Result:
         return _rebuild_result, (dict(self._fields),)
 
     def __repr__(self) -> str:
-        parts = (f"{n}: {getattr(x, 'dtype', type(x).__name__)}{tuple(getattr(x, 'shape', ()))}" for n, x in self._fields.items())
+        parts = (
+            f"{n}: {getattr(x, 'dtype', type(x).__name__)}{tuple(getattr(x, 'shape', ()))}"
+            for n, x in self._fields.items()
+        )
         return f"Result({', '.join(parts)})"
 
 

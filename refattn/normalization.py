@@ -1,0 +1,184 @@
+"""Softmax with empty rows, logsumexp, merging of partial results, layer norm: each with its backward.
+
+A row that sees nothing has weights 0 and lse -inf.  Masked entries are selected away, never multiplied by zero, so NaN
+and infinity behind a mask reach nothing.  Complex arrays work (complex step): maxima are those of the real part.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from refattn.arrays import namespace, real, require_axes
+from refattn.mechanism import function
+from refattn.records import Result
+
+__all__ = [
+    "layer_norm",
+    "layer_norm_backward",
+    "logsumexp",
+    "masked_softmax",
+    "masked_softmax_backward",
+    "merge",
+    "merge_backward",
+    "row_maximum",
+    "softmax",
+]
+
+
+def row_maximum(logits: Any) -> tuple[Any, Any]:
+    """Maximum over the last axis (-inf for no entries), and a finite shift for exp: 0 where the maximum is -inf."""
+    xp = namespace(logits)
+    x = real(logits)
+    if x.shape[-1] == 0:
+        maximum = xp.full(x.shape[:-1], -math.inf, dtype=x.dtype)
+    else:
+        maximum = xp.max(x, axis=-1)
+    return maximum, xp.where(maximum == -math.inf, xp.zeros_like(maximum), maximum)
+
+
+def masked_softmax(logits: Any, visible: Any = None) -> tuple[Any, Any]:
+    """Weights and lse over the last axis; ``visible`` broadcasts to ``logits``, True = may attend."""
+    xp = namespace(logits)
+    if visible is not None:
+        logits = xp.where(visible, logits, xp.full_like(logits, -math.inf))
+    maximum, shift = row_maximum(logits)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        weights = xp.exp(logits - xp.expand_dims(shift, axis=-1))
+        if visible is not None:
+            weights = xp.where(visible, weights, xp.zeros_like(weights))
+        total = xp.sum(weights, axis=-1, dtype=weights.dtype)
+        empty = maximum == -math.inf
+        safe = xp.where(empty, xp.ones_like(total), total)
+        lse = xp.where(empty, xp.full_like(total, -math.inf), xp.log(safe) + shift)
+    return weights / xp.expand_dims(safe, axis=-1), lse
+
+
+def masked_softmax_backward(weights: Any, d_weights: Any = None, d_lse: Any = None) -> Any:
+    """Cotangent of the logits: P (dP - rowsum(P dP) + d_lse), 0 where P is 0."""
+    xp = namespace(weights)
+    inner = xp.zeros_like(weights)
+    if d_weights is not None:
+        seen = xp.where(weights == 0, xp.zeros_like(weights), d_weights)
+        inner = seen - xp.sum(weights * seen, axis=-1, keepdims=True)
+    if d_lse is not None:
+        inner = inner + xp.expand_dims(d_lse, axis=-1)
+    return xp.where(weights == 0, xp.zeros_like(weights), weights * inner)
+
+
+def _softmax_forward(x: Any, *, mask: Any = None) -> tuple[Result, Any]:
+    """Softmax over the last axis: exp(x) / sum exp(x).
+
+    Parameters
+    ----------
+    x : array (..., k)
+        Logits.
+    mask : bool array, optional
+        Broadcasts to ``x``; True = may attend.  A row without a True gives zeros.
+    """
+    weights, _ = masked_softmax(x, mask)
+    return Result(output=weights), weights
+
+
+def _softmax_backward(saved: Any, *, output: Any) -> dict[str, Any]:
+    return {"x": None if output is None else masked_softmax_backward(saved, output)}
+
+
+def _logsumexp_forward(x: Any, *, mask: Any = None) -> tuple[Result, Any]:
+    """ln sum exp(x) over the last axis, -inf for a row without visible entries.
+
+    Parameters
+    ----------
+    x : array (..., k)
+        Logits.
+    mask : bool array, optional
+        Broadcasts to ``x``; True = may attend.
+    """
+    weights, lse = masked_softmax(x, mask)
+    return Result(output=lse), weights
+
+
+def _logsumexp_backward(saved: Any, *, output: Any) -> dict[str, Any]:
+    return {"x": None if output is None else masked_softmax_backward(saved, None, output)}
+
+
+softmax = function(_softmax_forward, _softmax_backward, name="softmax", differentiable=("x",))
+logsumexp = function(_logsumexp_forward, _logsumexp_backward, name="logsumexp", differentiable=("x",))
+
+
+def _merge_weights(lses: Sequence[Any]) -> tuple[Any, list[Any]]:
+    xp = namespace(*lses)
+    _, shift = row_maximum(xp.stack(list(lses), axis=-1))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        total = sum(xp.exp(lse - shift) for lse in lses)
+        lse = xp.where(real(total) == 0, xp.full_like(total, -math.inf), xp.log(total) + shift)
+        for one in lses:  # a part alone keeps its bits
+            alone = xp.all(xp.stack([(real(other) == -math.inf) | (other is one) for other in lses], axis=0), axis=0)
+            lse = xp.where(alone, one, lse)
+        safe = xp.where(real(lse) == -math.inf, xp.zeros_like(lse), lse)
+        weights = [xp.where(real(one) == -math.inf, xp.zeros_like(one), xp.exp(one - safe)) for one in lses]
+    return lse, weights
+
+
+def merge(outputs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
+    """Join attention over disjoint key sets: lse = ln sum exp(lse_n), output = sum exp(lse_n - lse) output_n.
+
+    Parameters
+    ----------
+    outputs : sequence of arrays (..., q, e)
+        Normalised outputs of each part.
+    lses : sequence of arrays (..., q)
+        Their natural log-sum-exps; -inf (with output 0) is the neutral element and leaves the other parts bit for bit.
+
+    Returns
+    -------
+    output, lse : arrays (..., q, e) and (..., q)
+
+    Raises
+    ------
+    ValueError
+        If the sequences are empty, differ in length, or shapes disagree.
+    """
+    if len(outputs) != len(lses) or not outputs:
+        raise ValueError(f"merge got {len(outputs)} outputs and {len(lses)} lses: expected as many, at least one")
+    require_axes(
+        **{f"outputs[{n}]": (x, "... q e") for n, x in enumerate(outputs)},
+        **{f"lses[{n}]": (x, "... q") for n, x in enumerate(lses)},
+    )
+    xp = namespace(*outputs, *lses)
+    lse, weights = _merge_weights(lses)
+    output = None
+    for w, x in zip(weights, outputs, strict=True):
+        w = xp.astype(xp.expand_dims(w, axis=-1), x.dtype)
+        part = xp.where(w == 0, xp.zeros_like(x), w * x)
+        output = part if output is None else output + part
+    return output, lse
+
+
+def merge_backward(
+    outputs: Sequence[Any], lses: Sequence[Any], d_output: Any, d_lse: Any
+) -> tuple[list[Any], list[Any]]:
+    """Cotangents of the parts: w_n d_output and w_n (d_output . (output_n - output) + d_lse), w_n = exp(lse_n - lse)."""
+    xp = namespace(*outputs, *lses)
+    output, _ = merge(outputs, lses)
+    _, weights = _merge_weights(lses)
+    d_outputs = [xp.expand_dims(w, axis=-1) * d_output for w in weights]
+    d_lses = [w * (xp.sum(d_output * (x - output), axis=-1) + d_lse) for w, x in zip(weights, outputs, strict=True)]
+    return d_outputs, d_lses
+
+
+def layer_norm(x: Any, eps: float) -> tuple[Any, Any]:
+    """(x - mean) / sqrt(var + eps) over the last axis, and the factor 1 / sqrt(var + eps)."""
+    xp = namespace(x)
+    centred = x - xp.mean(x, axis=-1, keepdims=True)
+    factor = (xp.mean(centred * centred, axis=-1, keepdims=True) + eps) ** -0.5
+    return centred * factor, factor
+
+
+def layer_norm_backward(normal: Any, factor: Any, d_normal: Any) -> Any:
+    """Cotangent of x from that of its normalised form."""
+    xp = namespace(normal)
+    mean = xp.mean(d_normal, axis=-1, keepdims=True)
+    slope = xp.mean(d_normal * normal, axis=-1, keepdims=True)
+    return factor * (d_normal - mean - normal * slope)

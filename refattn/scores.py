@@ -1,0 +1,209 @@
+"""What is done to a logit, as terms: each changes the logits of a block and takes its share of the cotangent back.
+
+``view`` is the block as the core sees it (``refattn.attend.View``).  Logits may be overwritten.  Each group of heads has
+accumulators of its own, which the core adds up in a fixed order.  A term that also uses the queries leaves its share of
+their cotangent in ``view.d_q``.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from refattn.arrays import is_complex, namespace, real, sum_to_shape
+from refattn.selections import take_pairs
+
+__all__ = ["Alibi", "Bias", "ScoreMod", "SoftCap", "Term", "add_pairs"]
+
+INFINITY = float("inf")
+
+
+class Term:
+    """What the core asks of a term.  ``names`` are its differentiable parameters."""
+
+    names: tuple[str, ...] = ()
+
+    def start(self, view: Any) -> dict[str, Any]:
+        """Empty accumulators of one group."""
+        return {}
+
+    def whole(self) -> dict[str, Any]:
+        """Empty gradients of the whole problem."""
+        return {}
+
+    def place(self, name: str, total: Any, part: Any, view: Any) -> Any:
+        """The whole gradient with the share of one group added."""
+        return total + part
+
+    def apply(self, logits: Any, view: Any) -> tuple[Any, Any]:
+        """Changed logits, and what ``pull`` needs (only when ``view.gradient``)."""
+        raise NotImplementedError(type(self).__name__)
+
+    def pull(self, d_logits: Any, kept: Any, view: Any, sums: dict[str, Any]) -> Any:
+        """Cotangent of the logits before the term; shares of the parameters go into ``sums``."""
+        raise NotImplementedError(type(self).__name__)
+
+
+class Bias(Term):
+    """logits + bias; bias (b|1, g|1, r|1, q|1, k|1).  -inf hides the pair."""
+
+    def __init__(self, bias: Any, name: str = "bias") -> None:
+        self.bias, self.name, self.names = bias, name, (name,)
+        self.hides = bool(namespace(bias).any(real(bias) == -INFINITY))
+
+    def start(self, view: Any) -> dict[str, Any]:
+        own = view.own(self.bias)
+        return {self.name: namespace(own).zeros_like(own)}
+
+    def whole(self) -> dict[str, Any]:
+        return {self.name: namespace(self.bias).zeros_like(self.bias)}
+
+    def place(self, name: str, total: Any, part: Any, view: Any) -> Any:
+        return view.backend.accumulate(total, (*view.slices(self.bias), ...), part)
+
+    def apply(self, logits: Any, view: Any) -> tuple[Any, Any]:
+        entries = take_pairs(view.own(self.bias), view.queries, view.keys)
+        if self.hides:
+            xp = namespace(entries)
+            hidden = real(entries) == -INFINITY
+            view.hide(hidden)
+            entries = xp.where(hidden, xp.zeros_like(entries), entries)
+        return logits + entries, None
+
+    def pull(self, d_logits: Any, kept: Any, view: Any, sums: dict[str, Any]) -> Any:
+        sums[self.name] = view.add_pairs(sums[self.name], d_logits)
+        return d_logits
+
+
+class _PerHead(Term):
+    """Shared by terms whose parameter ``value`` is one number, or one per query head (g, r)."""
+
+    value: Any
+
+    def start(self, view: Any) -> dict[str, Any]:
+        return {self.names[0]: 0.0}
+
+    def whole(self) -> dict[str, Any]:
+        return {self.names[0]: namespace(self.value).zeros_like(self.value)}
+
+    def place(self, name: str, total: Any, part: Any, view: Any) -> Any:
+        return total + part if total.ndim == 0 else view.backend.accumulate(total, (view.group.g, slice(None)), part)
+
+
+class SoftCap(_PerHead):
+    """cap * tanh(logits / cap)."""
+
+    names = ("softcap",)
+
+    def __init__(self, cap: Any) -> None:
+        self.value = cap
+
+    def apply(self, logits: Any, view: Any) -> tuple[Any, Any]:
+        ratio = logits / self.value
+        bent = view.backend.tanh_into(ratio + 0 if view.gradient else ratio)
+        return self.value * bent, (ratio, bent) if view.gradient else None
+
+    def pull(self, d_logits: Any, kept: Any, view: Any, sums: dict[str, Any]) -> Any:
+        ratio, bent = kept
+        slope = 1 - bent * bent
+        sums["softcap"] = sums["softcap"] + namespace(bent).sum(view.seen(d_logits * (bent - ratio * slope)))
+        return view.seen(d_logits * slope)
+
+
+class Alibi(_PerHead):
+    """logits - slope * |i + offset - j|; slopes (g, r), offset (b,) ints."""
+
+    names = ("alibi_slopes",)
+
+    def __init__(self, slopes: Any, offset: Any) -> None:
+        self.value, self.offset = slopes, offset
+
+    def _distance(self, logits: Any, view: Any) -> Any:
+        xp = namespace(logits)
+        i, j = view.positions()
+        gap = view.per_batch(self.offset, 1 + i.ndim) + i - j
+        return xp.astype(xp.abs(gap), real(logits).dtype)
+
+    def apply(self, logits: Any, view: Any) -> tuple[Any, Any]:
+        distance = self._distance(logits, view)
+        return logits - view.per_head(self.value) * distance, distance if view.gradient else None
+
+    def pull(self, d_logits: Any, kept: Any, view: Any, sums: dict[str, Any]) -> Any:
+        xp = namespace(d_logits)
+        share = xp.sum(d_logits * kept, axis=(0, *range(3, d_logits.ndim)))
+        sums["alibi_slopes"] = sums["alibi_slopes"] - share
+        return d_logits
+
+
+class ScoreMod(Term):
+    """A user's element-wise function (logits, b, h, i, j) -> logits; its slope by ``.derivative`` or complex step."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def apply(self, logits: Any, view: Any) -> tuple[Any, Any]:
+        xp = namespace(logits)
+        b, h = view.numbers()
+        i, j = view.positions()
+        changed = self.function(logits + 0, b, h, i, j)
+        slope = self._slope(logits, (b, h, i, j)) if view.gradient else None
+        changed = xp.broadcast_to(changed, logits.shape) + 0  # the core goes on in place
+        if changed.dtype != logits.dtype:
+            changed = xp.astype(changed, logits.dtype)
+        hidden = real(changed) == -INFINITY
+        if bool(xp.any(hidden)):
+            view.hide(hidden)
+            changed = xp.where(hidden, xp.zeros_like(changed), changed)
+            slope = None if slope is None else xp.where(hidden, xp.zeros_like(slope), slope)
+        return changed, slope
+
+    def _slope(self, logits: Any, where: tuple[Any, ...]) -> Any:
+        xp = namespace(logits)
+        derivative = getattr(self.function, "derivative", None)
+        if derivative is not None:
+            return xp.broadcast_to(xp.asarray(derivative(logits, *where)), logits.shape)
+        if is_complex(logits.dtype):
+            raise ValueError(
+                "score_mod under a complex compute_dtype needs a .derivative: complex step is in use already"
+            )
+        single = real(logits).dtype == xp.float32
+        step = 1e-20 if single else 1e-200
+        moved = self.function(xp.astype(logits, xp.complex64 if single else xp.complex128) + 1j * step, *where)
+        if not is_complex(moved.dtype):
+            raise ValueError(
+                f"score_mod returned {moved.dtype} for complex logits, so it has no complex-step derivative:"
+                " give it a .derivative attribute of the same arguments"
+            )
+        return xp.astype(xp.broadcast_to(xp.imag(moved) / step, logits.shape), logits.dtype)
+
+    def pull(self, d_logits: Any, kept: Any, view: Any, sums: dict[str, Any]) -> Any:
+        return view.seen(d_logits * kept)
+
+
+def add_pairs(total: Any, d_logits: Any, view: Any) -> Any:
+    """total (b|1, g|1, r|1, q|1, k|1) of one group with the cotangents of a block added, broadcast axes summed."""
+    xp = namespace(total)
+    queries, keys, backend = view.queries, view.keys, view.backend
+    n_q, n_k = total.shape[-2:]
+    lead = tuple(1 if total.shape[n] == 1 else d_logits.shape[n] for n in range(3))
+    if not queries.batched and not keys.batched:
+        target = (*lead, 1 if n_q == 1 else d_logits.shape[-2], 1 if n_k == 1 else d_logits.shape[-1])
+        rows = slice(None) if n_q == 1 else slice(queries.start, queries.stop)
+        columns = slice(None) if n_k == 1 else slice(keys.start, keys.stop)
+        return backend.accumulate(total, (..., rows, columns), sum_to_shape(d_logits, target))
+    shape = d_logits.shape  # (b, g, r, n, a, c)
+    summed = sum_to_shape(d_logits, (*lead, *shape[3:]))
+    if n_q == 1 and n_k == 1:
+        return total + xp.sum(summed, axis=(-3, -2, -1))[..., None, None]
+    i = xp.expand_dims(queries.positions(xp), axis=-1) if n_q > 1 else xp.zeros((1, 1, 1), dtype=xp.int64)
+    j = xp.expand_dims(keys.positions(xp), axis=-2) if n_k > 1 else xp.zeros((1, 1, 1), dtype=xp.int64)
+    flat = i * n_k + j
+    if flat.ndim > 3 and any(a != 1 and b == 1 for a, b in zip(flat.shape[:3], lead, strict=True)):
+        summed, lead = (
+            d_logits,
+            tuple(shape[:3]),
+        )  # lists differ along an axis the bias is shared over: sum after placing
+    flat = xp.broadcast_to(flat, (*(lead if flat.ndim > 3 else ()), *shape[3:]))
+    entries = shape[3] * shape[4] * shape[5]
+    placed = backend.segment_add(
+        xp.reshape(summed, (*lead, entries, 1)), xp.reshape(flat, (*flat.shape[:-3], entries)), n_q * n_k
+    )
+    return total + sum_to_shape(xp.reshape(placed, (*lead, n_q, n_k)), tuple(total.shape))
