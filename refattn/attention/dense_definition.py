@@ -94,7 +94,7 @@ def definition(
     q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
     lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     (heads, rows, channels), (groups, columns) = q.shape[-3:], k.shape[-3:-1]
-    if groups == 0 or heads % groups:
+    if heads % groups if groups else heads:
         raise ValueError(f"q has {heads} heads and k has {groups}: expected a multiple")
     q, k, v = (np.broadcast_to(x, lead + x.shape[-3:]) for x in (q, k, v))
     whole = (*lead, heads, rows, columns)
