@@ -494,18 +494,20 @@ class _Dilated(_Distance):
 
 
 class _Strided(_Distance):
-    """Parts of strided attention other than the first alone: multiples of the stride, with or without the band."""
+    """Parts of strided attention other than the first alone: multiples of the stride, with or without the band.
+
+    Whether the band ends at stride or stride - 1 makes no difference to "both": the distance stride is a multiple.
+    """
 
     def __init__(self, stride: int, part: str, variant: str) -> None:
         self._stride, self._part = stride, part
-        self._reach = stride if variant == "paper" else stride - 1
         super().__init__("strided", stride, part=part, variant=variant, near=0, far=None)
 
     def _sees(self, xp: Any, place: Any, j: Any) -> Any:
         distance = place - j
         multiple = distance % self._stride == 0
         if self._part == "both":
-            multiple = multiple | (distance <= self._reach)
+            multiple = multiple | (distance <= self._stride)
         return multiple & (distance >= 0)
 
     def _between(self, a: Any, b: Any) -> Any:
@@ -514,8 +516,8 @@ class _Strided(_Distance):
         multiples = b // self._stride - (a - 1) // self._stride
         if self._part == "second":
             return multiples
-        in_band = _larger(_smaller(b, self._reach) - a + 1, 0)
-        inner = _smaller(b, self._reach)
+        in_band = _larger(_smaller(b, self._stride) - a + 1, 0)
+        inner = _smaller(b, self._stride)
         shared = _larger(inner // self._stride - (a - 1) // self._stride, 0)
         return multiples + in_band - shared
 

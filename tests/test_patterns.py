@@ -170,8 +170,9 @@ def hold(pattern, rule, q, k, batch, heads, rng, exact=False):
             assert not chosen[..., end:].any()
 
 
-# classify is exact here: one head and batch entry, a rule of the distance or of whole blocks
+# classify promises nothing beyond what is certain; for these it always knows
 EXACT = {*NAMES[:9], "prefix", "dilated", *(n for n in NAMES if n.startswith("strided")), "fixed first", "fixed second"}
+EXACT |= {"aligned per batch", "aligned window", "lengths", "lengths keys", "lengths queries"}
 EXACT |= {"dense", "dense heads", "dense batch", "dense all", "dense keys", "dense rows", "blocks", "blocks heads"}
 
 
