@@ -1,6 +1,7 @@
 """``{mechanism} name``: what a registered mechanism says of itself, so that its page cannot disagree with its code."""
 
 import inspect
+import re
 from collections.abc import Iterator
 
 from docutils.nodes import Element, Node
@@ -10,15 +11,13 @@ from sphinx.util.docutils import SphinxDirective
 
 from refattn.mechanism import Mechanism, mechanisms
 
+WAYS_SHOWN = 3
+
 
 def facts(mechanism: Mechanism) -> Iterator[str]:
-    """Markdown lines: equation, signature, axes, gradients, known mistakes."""
+    """Markdown lines: equation, source, gradients, axes, known mistakes."""
     yield from ("```text", *inspect.cleandoc(mechanism.equation).splitlines(), "```", "")
     yield from (f"Source: {mechanism.paper}", "")
-    parameters = inspect.signature(mechanism).parameters.values()
-    arguments = ", ".join(f"`{p.name}`" for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
-    options = ", ".join(f"`{p.name}`" for p in parameters if p.kind is p.KEYWORD_ONLY)
-    yield from (f"**Arrays**: {arguments}", "", f"**Options**: {options}", "")
     yield from ("**Gradients** with respect to " + ", ".join(f"`{name}`" for name in mechanism.differentiable), "")
     yield from ("**Cotangents** taken for " + ", ".join(f"`{name}`" for name in mechanism.outputs), "")
     yield from (
@@ -28,7 +27,12 @@ def facts(mechanism: Mechanism) -> Iterator[str]:
         "",
     )
     yield from ("Mistakes that the verifier can name:", "", "| class | what is wrong |", "|---|---|")
-    yield from (f"| `{mutation.class_}` | {mutation.says} |" for mutation in mechanism.mutations)
+    kinds: dict[str, list[str]] = {}
+    for mutation in mechanism.mutations:
+        kinds.setdefault(mutation.class_, []).append(re.sub(r"([*_|<])", r"\\\1", mutation.says))
+    for name, ways in kinds.items():
+        more = f"; {len(ways) - WAYS_SHOWN} more of the kind" if len(ways) > WAYS_SHOWN else ""
+        yield f"| `{name}` | {'; '.join(ways[:WAYS_SHOWN])}{more} |"
     yield ""
 
 
