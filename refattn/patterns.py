@@ -294,7 +294,8 @@ class Pattern:
         if key not in self._moved:
             x = getattr(self, name)
             here = namespace(x) is xp and (device is None or device_of(x) == device)
-            self._moved[key] = x if here else xp.asarray(to_numpy(x).copy(), device=device)  # torch takes no read-only ones
+            # a copy, as torch warns of read-only arrays
+            self._moved[key] = x if here else xp.asarray(to_numpy(x).copy(), device=device)
         return self._moved[key]
 
     def _lookup(self, xp: Any, name: str, index: Any) -> Any:
