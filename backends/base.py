@@ -37,8 +37,8 @@ class Backend:
 
     # ------------------------------------------------------------------ element-wise and products
 
-    def matmul(self, a: Any, b: Any) -> Any:
-        """Batched matrix product."""
+    def matmul(self, a: Any, b: Any, scratch: dict[str, Any] | None = None, name: str = "") -> Any:
+        """Batched matrix product; may live in the buffer of that name, until the next product of the same name."""
         return self.xp.matmul(a, b)
 
     def exp_into(self, x: Any) -> Any:

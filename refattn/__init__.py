@@ -11,7 +11,7 @@
 import importlib
 from typing import Any
 
-from refattn import cost, patterns
+from refattn import cost, patterns, positions
 from refattn.attention import *  # noqa: F403
 from refattn.attention import __all__ as _mechanism_names
 from refattn.contraction import einsum
@@ -33,6 +33,7 @@ __all__ = [
     "mechanisms",
     "merge",
     "patterns",
+    "positions",
     "softmax",
     "verify",
 ]

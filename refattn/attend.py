@@ -54,6 +54,7 @@ class View:
     def __init__(self, problem: AttentionProblem, group: Group, backend: Any, gradient: bool) -> None:
         self.problem, self.group, self.backend, self.gradient = problem, group, backend, gradient
         self.xp = backend.xp
+        self.scratch: dict[str, Any] = {}  # buffers of this group's tiles
         self.queries: Any = None
         self.keys: Any = None
         self.visible: Any = None
@@ -255,7 +256,7 @@ def product(backend: Any, weights: Any, values: Any, visible: Any, *, transposed
 def _logits(view: View, k: Any, neutral: bool) -> tuple[Any, list[Any]]:
     """Logits of the block (before visibility) and what each term keeps for its backward."""
     problem, backend = view.problem, view.backend
-    logits = backend.matmul(view.q, _mT(k))
+    logits = backend.matmul(view.q, _mT(k), view.scratch, "logits")
     if neutral and view.visible is not None:
         logits = view.seen(logits)
     kept = []
@@ -545,7 +546,7 @@ def _backward_group(
         s, kept = _logits(view, keys, neutral=True)
         s -= z
         p = view.seen(backend.exp_into(s))
-        d_s = backend.matmul(d_o, _mT(values))  # dP
+        d_s = backend.matmul(d_o, _mT(values), view.scratch, "d_weights")  # dP
         factor = view.dropout()
         kept_p = p if factor is None else p * factor
         d_s = d_s if factor is None else d_s * factor
