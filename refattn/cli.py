@@ -1,0 +1,358 @@
+"""The command line: ``refattn verify``, ``list``, ``show``, ``cost``, ``backends``, ``probes``.
+
+Data goes to standard output, progress to standard error.  Exit status: 0 matches, 1 mismatch, 2 usage, 3 the candidate's
+process crashed, hung or ran out of memory, 4 nothing was checked; 70 an error of refattn itself.
+
+Everything heavy is imported inside the command that needs it.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import inspect
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+__all__ = ["main"]
+
+SCHEMA = 1
+"""Version of the JSON that the commands print."""
+
+_EVERYWHERE = ("backend", "compute_dtype", "algorithm")
+_USAGE, _INTERNAL, _INTERRUPTED = 2, 70, 130
+
+
+class _Usage(Exception):
+    """A request that cannot be carried out."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.command(arguments)
+    except BrokenPipeError:  # the reader of our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except Exception as error:
+        if _is_usage(error):
+            print(f"refattn: {error}", file=sys.stderr)
+            return _USAGE
+        traceback.print_exc()
+        print("refattn: this is an error of refattn, not a verdict on the candidate", file=sys.stderr)
+        return _INTERNAL
+
+
+def _is_usage(error: Exception) -> bool:
+    if isinstance(error, _Usage):
+        return True
+    conventions = sys.modules.get("refattn.verification.conventions")
+    return conventions is not None and isinstance(error, conventions.UsageError)
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    import refattn
+
+    parser = argparse.ArgumentParser(
+        prog="refattn", description="Reference attention mechanisms, and the tool that holds kernels against them."
+    )
+    parser.add_argument("--version", action="version", version=f"refattn {refattn.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    verify = commands.add_parser(
+        "verify",
+        help="hold an implementation against the reference",
+        description="Hold an implementation against the reference: designed probes, a verdict in units of a rounding bound, "
+        "where it goes wrong and which mistake explains it.",
+        epilog="Exit status: 0 matches, 1 mismatch, 2 usage, 3 the candidate's process crashed, hung or ran out of memory, "
+        "4 nothing was checked.",
+    )
+    _target(verify)
+    verify.add_argument(
+        "--dtype", type=_names, metavar="A,B", help="storage dtypes of the arrays (float32,bfloat16 ...)"
+    )
+    verify.add_argument(
+        "--gradients", action="store_true", help="check gradients too (torch and JAX need no --backward)"
+    )
+    verify.add_argument("--backward", metavar="TARGET", help="backward(d_output, q, k, v, **options)")
+    verify.add_argument("--conventions", type=_conventions, metavar="PRESET or JSON", help="what is by design")
+    verify.add_argument("--options", type=_json_object, default={}, metavar="JSON", help="options fixed in every probe")
+    verify.add_argument("--properties", action="store_true", help="also check properties that need no reference")
+    verify.add_argument("--jobs", type=_positive, default=1, metavar="N", help="child processes that share the probes")
+    verify.add_argument("--backend", metavar="NAME", help="backend that computes the reference")
+    for kind in ("json", "junit", "html"):
+        verify.add_argument(
+            f"--{kind}", metavar="FILE", help=f"write the report as {kind.upper() if kind != 'junit' else 'JUnit XML'}"
+        )
+    verify.set_defaults(command=_verify)
+
+    for name, command, says in (
+        ("list", _list, "the mechanisms there are"),
+        ("backends", _backends, "what runs on this machine, and why the rest does not"),
+    ):
+        one = commands.add_parser(name, help=says, description=says)
+        _as_json(one)
+        one.set_defaults(command=command)
+
+    for name, command, says in (
+        ("show", _show, "one mechanism: equation, axes, options, paper, known mistakes"),
+        ("probes", _probes, "the probes that a mechanism is verified with"),
+    ):
+        one = commands.add_parser(name, help=says, description=says)
+        one.add_argument("name", metavar="NAME", help="a mechanism (see `refattn list`)")
+        _as_json(one)
+        one.set_defaults(command=command)
+
+    cost = commands.add_parser(
+        "cost",
+        help="operations and bytes of one call",
+        description="Exact operation and byte counts of one call.",
+        epilog="Example: refattn cost scaled_dot_product_attention b=1 h=8 q=512 k=512 d=64 e=64 dtype=float32 direction=both",
+    )
+    cost.add_argument("name", metavar="NAME", help="a mechanism (see `refattn list`)")
+    cost.add_argument(
+        "sizes", nargs="*", type=_assignment, metavar="KEY=VALUE", help="sizes by axis letter, dtype, options"
+    )
+    _as_json(cost)
+    cost.set_defaults(command=_cost)
+    return parser
+
+
+def _target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        help="package.module:function, path/file.py:function, model.onnx, dump.safetensors or 'command:./program {inputs} {outputs}'",
+    )
+    parser.add_argument("--mechanism", required=True, metavar="NAME", help="a mechanism (see `refattn list`)")
+    parser.add_argument("--framework", metavar="NAME", help="numpy (default), torch, jax, cupy or torch:<device>")
+    parser.add_argument(
+        "--layout", metavar="AXES", help="axis order of q, k, v and the output: bhld (default) or a permutation"
+    )
+    parser.add_argument(
+        "--rename", type=_renames, metavar="a=b,...", help="its names for refattn's options: ours=theirs"
+    )
+    parser.add_argument("--supports", type=_names, metavar="A,B", help="the options it has, said by hand")
+
+
+def _as_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(n.strip() for n in text.split(",") if n.strip())
+
+
+def _renames(text: str) -> dict[str, str]:
+    pairs = [n.partition("=") for n in _names(text)]
+    if not all(ours and theirs for ours, _, theirs in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected ours=theirs,...")
+    return {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a JSON object")
+    return {n: tuple(x) if isinstance(x, list) else x for n, x in value.items()}
+
+
+def _conventions(text: str) -> str | dict[str, Any]:
+    return _json_object(text) if text.lstrip().startswith("{") else text
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
+    return int(text)
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected KEY=VALUE")
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        parsed = {"True": True, "False": False, "None": None}.get(value, value)
+    return name, tuple(parsed) if isinstance(parsed, list) else parsed
+
+
+def _mechanism(name: str) -> Any:
+    import refattn
+
+    if name not in refattn.mechanisms:
+        near = difflib.get_close_matches(name, refattn.mechanisms, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else "`refattn list` prints all of them"
+        raise _Usage(f"there is no mechanism {name!r}; {hint}")
+    return refattn.mechanisms[name]
+
+
+# ---------------------------------------------------------------------- printing
+
+
+def _print(arguments: argparse.Namespace, data: dict[str, Any], text: Sequence[str]) -> int:
+    if arguments.json:
+        print(json.dumps({"schema": SCHEMA, **data}, indent=2))
+    else:
+        print("\n".join(text))
+    return 0
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows as lines, all columns but the last padded."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for *first, last in rows:
+        lines.append("  ".join([x.ljust(w) for x, w in zip(first, widths, strict=False)] + [last]).rstrip())
+    return lines
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on a terminal, else a line for each quarter of the way; both on standard error."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("probes", total=None)
+            yield lambda done, total, label: bar.update(task, completed=done, total=total, description=label)
+        return
+    last: tuple[str, int] | None = None
+
+    def show(done: int, total: int, label: str) -> None:
+        nonlocal last
+        quarter = (label, 4 * done // max(total, 1))
+        if quarter != last and quarter[1] > 0:
+            print(f"refattn: {label}: {done} of {total} probes", file=sys.stderr, flush=True)
+        last = quarter
+
+    yield show
+
+
+# ---------------------------------------------------------------------- commands
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    mechanism = _mechanism(arguments.mechanism)
+    from refattn.verification import verify
+
+    asked = {
+        n: getattr(arguments, n)
+        for n in ("framework", "layout", "rename", "supports", "backward", "conventions", "backend")
+    }
+    if arguments.dtype:
+        asked["dtypes"] = arguments.dtype
+    with _progress() as progress:
+        report = verify(
+            arguments.target,
+            mechanism.name,
+            gradients=arguments.gradients or arguments.backward is not None,
+            options=arguments.options,
+            properties=arguments.properties,
+            jobs=arguments.jobs,
+            progress=progress,
+            **asked,
+        )
+    print(report.table())
+    for kind in ("json", "junit", "html"):
+        path = getattr(arguments, kind)
+        if path:
+            getattr(report, f"to_{kind}")(path)
+    return report.exit_code
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    import refattn
+
+    rows = [(m.name, m.equation) for m in refattn.mechanisms.values()]
+    return _print(
+        arguments, {"mechanisms": [{"name": n, "equation": e} for n, e in rows]}, _columns(rows) if rows else []
+    )
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    mechanism = _mechanism(arguments.name)
+    positional, options = [], {}
+    for name, parameter in inspect.signature(mechanism).parameters.items():
+        if name in _EVERYWHERE:
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            options[name] = None if parameter.default is parameter.empty else parameter.default
+        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            positional.append(name)
+    mutations = [(m.class_, m.says) for m in mechanism.mutations]
+    data = {
+        "name": mechanism.name,
+        "equation": mechanism.equation,
+        "paper": mechanism.paper,
+        "axes": dict(mechanism.axes),
+        "arrays": positional,
+        "options": {n: repr(x) for n, x in options.items()},
+        "differentiable": list(mechanism.differentiable),
+        "outputs": list(mechanism.outputs),
+        "mutations": [{"class": n, "says": says} for n, says in mutations],
+    }
+    indent = "  {}".format
+    text = [mechanism.name, "", indent(mechanism.equation), "", f"paper: {mechanism.paper}"]
+    text += [f"arrays: {', '.join(positional)}", f"differentiable: {', '.join(mechanism.differentiable)}"]
+    text += [f"results that take a cotangent: {', '.join(mechanism.outputs)}"]
+    text += ["", "axes", *map(indent, _columns(list(mechanism.axes.items())))]
+    text += ["", "options and their defaults", *map(indent, _columns([(n, repr(x)) for n, x in options.items()]))]
+    text += [indent(f"and, like every mechanism: {', '.join(_EVERYWHERE)}")]
+    if mutations:
+        text += ["", "known mistakes", *map(indent, _columns(mutations))]
+    return _print(arguments, data, text)
+
+
+def _cost(arguments: argparse.Namespace) -> int:
+    mechanism = _mechanism(arguments.name)
+    sizes = dict(arguments.sizes)
+    try:
+        cost = mechanism.cost(**sizes)
+    except (TypeError, ValueError) as error:
+        raise _Usage(f"cost of {mechanism.name}: {error}") from None
+    counts = {"flops": cost.flops, **dataclasses.asdict(cost)}
+    rows = [(n, f"{x:>{max(len(f'{y:,}') for y in counts.values())},}") for n, x in counts.items()]
+    return _print(arguments, {"name": mechanism.name, "sizes": sizes, "cost": counts}, _columns(rows))
+
+
+def _backends(arguments: argparse.Namespace) -> int:
+    from refattn import backends
+
+    found = backends.capabilities()
+    rows = [
+        (c.name, "usable" if c.usable else "not usable", "fused kernels" if c.fused else "array operations", c.reason)
+        for c in found
+    ]
+    return _print(arguments, {"backends": [dataclasses.asdict(c) for c in found]}, _columns(rows))
+
+
+def _probes(arguments: argparse.Namespace) -> int:
+    mechanism = _mechanism(arguments.name)
+    from refattn.verification.probes import probes
+
+    found = probes(mechanism)
+    data = {
+        "name": mechanism.name,
+        "probes": [{"name": p.name, "options": list(p.options), "says": p.says} for p in found],
+    }
+    return _print(arguments, data, _columns([(p.name, p.says) for p in found]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
