@@ -49,7 +49,7 @@ def _mistake(
 
     def run(arguments: Arguments) -> tuple[Steps, Steps, Result, Result] | None:
         right = Steps(arguments)
-        if not right.h * right.rows * right.d:
+        if not right.h * right.rows * right.d * right.e:
             return None
         changed = {} if change is None else change(right)
         if changed is None:
@@ -878,7 +878,11 @@ def _backward() -> list[Mutation]:
             "dK and dV are summed over the other map of heads",
             over_group=lambda x, d: x.by_group(d, not x.tiled_heads).sum(0),
         ),
-        only("drop_bwd_scale", "the backward scales kept weights by the rate", kept_again=lambda x: x.keep * x.rate),
+        only(
+            "drop_bwd_scale",
+            "the backward scales kept weights by the rate",
+            kept_again=lambda x: x.keep * (x.rate or 1.0),
+        ),
         only("drop_bwd_scale", "the backward does not scale kept weights up", kept_again=lambda x: x.keep),
         only("drop_mask_mismatch", "the backward drops nothing", kept_again=lambda x: np.ones(x.whole)),
         only(
