@@ -127,6 +127,10 @@ class View:
         """Cotangents of the block added to a bias-like accumulator of the group."""
         return add_pairs(total, d_logits, self)
 
+    def product(self, weights: Any, values: Any, visible: Any, *, transposed: bool = False) -> Any:
+        """:func:`product` on this view's backend."""
+        return product(self.backend, weights, values, visible, transposed=transposed)
+
 
 # ------------------------------------------------------------------------------------------------ cutting
 

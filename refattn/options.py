@@ -8,7 +8,7 @@ and the :class:`Prepared` it returns lays results and gradients out as the calle
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -230,12 +230,14 @@ def prepare(
     algorithm: str = "auto",
     extra_pattern: Any = None,
     blocks: Callable[..., Any] | None = None,
+    extra_terms: Callable[..., Sequence[Any]] | None = None,
     **options: Any,
 ) -> Prepared:
     """Check q (..., h, q, d), k (..., g, k, d), v (..., g, k, e) and the shared options; build the problem.
 
     ``extra_pattern`` is the mechanism's own, joined by "and".  ``blocks(visibility, group)`` lists the mechanism's own
-    blocks, given everything else that restricts visibility; without it the core cuts slices.
+    blocks, given everything else that restricts visibility; without it the core cuts slices.  ``extra_terms(layout, lead)``
+    gives score terms that come first; what they add up stands in ``Prepared.gradients`` as they laid it out.
     """
     options = {**SHARED, **options}
     xp = namespace(q, k, v)
@@ -276,7 +278,7 @@ def prepare(
         shape[name] = (*lead, *flat.shape[1:]) if math.prod(own) != 1 else tuple(full.shape)
         return layout.split(flat)
 
-    terms: list[Any] = []
+    terms: list[Any] = [] if extra_terms is None else list(extra_terms(layout, lead))
     given: dict[str, int] = {}
     offset = offsets(lead, n_q, n_k, options)
     if options["score_mod"] is not None:

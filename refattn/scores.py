@@ -8,10 +8,12 @@ their cotangent in ``view.d_q``.
 from collections.abc import Callable
 from typing import Any
 
-from refattn.arrays import is_complex, namespace, real, sum_to_shape
+import numpy as np
+
+from refattn.arrays import device, is_complex, namespace, real, sum_to_shape, to_namespace
 from refattn.selections import take_pairs
 
-__all__ = ["Alibi", "Bias", "ScoreMod", "SoftCap", "Term", "add_pairs"]
+__all__ = ["Alibi", "Bias", "Relative", "ScoreMod", "SoftCap", "Term", "add_pairs"]
 
 INFINITY = float("inf")
 
@@ -176,6 +178,140 @@ class ScoreMod(Term):
 
     def pull(self, d_logits: Any, kept: Any, view: Any, sums: dict[str, Any]) -> Any:
         return view.seen(d_logits * kept)
+
+
+class Relative(Term):
+    """logits + scale (query_i . table[row] + bias[row]), row = origin + place_j - i: Transformer-XL's relative positions.
+
+    ``query`` (b,g,1,q,d) is not scaled; ``table`` (b|1,g,p,d) and ``bias`` (g,p) may be None; ``places`` (k,) are host
+    ints in rising order, None for 0 ... k - 1.  A row beyond the table counts as 0.  One product of the block's queries
+    with the rows it needs, shifted by pad and reshape: blocks are slices.  The sums of query and bias are without scale.
+    """
+
+    def __init__(self, query: Any, table: Any, bias: Any, origin: int, places: Any = None) -> None:
+        self.query, self.table, self.bias, self.origin, self.places = query, table, bias, origin, places
+        self.rows = table.shape[-2] if table is not None else bias.shape[-1]
+        self.names = ("relative_query", "relative_table") * (table is not None) + ("relative_bias",) * (
+            bias is not None
+        )
+        xp = namespace(query)
+        self.finite = table is None or bool(xp.all(xp.isfinite(table)) and xp.all(xp.isfinite(query)))
+
+    def start(self, view: Any) -> dict[str, Any]:
+        found, (start, stop) = {}, view.group.q
+        like = {"dtype": self.query.dtype, "device": device(self.query)}
+        xp = namespace(self.query)
+        if self.table is not None:
+            own = view.own(self.query)
+            found["relative_query"] = xp.zeros((*own.shape[:3], stop - start, own.shape[-1]), **like)
+            found["relative_table"] = xp.zeros_like(view.own(self.table))
+        if self.bias is not None:
+            found["relative_bias"] = xp.zeros_like(self.bias[view.group.g, :])
+        return found
+
+    def whole(self) -> dict[str, Any]:
+        found = {}
+        if self.table is not None:
+            xp = namespace(self.table)
+            found = {"relative_query": xp.zeros_like(self.query), "relative_table": xp.zeros_like(self.table)}
+        if self.bias is not None:
+            found["relative_bias"] = namespace(self.bias).zeros_like(self.bias)
+        return found
+
+    def place(self, name: str, total: Any, part: Any, view: Any) -> Any:
+        if name == "relative_bias":
+            return view.backend.accumulate(total, (view.group.g, slice(None)), part)
+        rows = slice(*view.group.q) if name == "relative_query" else slice(None)
+        between = (slice(None),) if name == "relative_query" else ()
+        return view.backend.accumulate(total, (*view.slices(total), *between, rows, slice(None)), part)
+
+    def _block(self, view: Any) -> tuple[Any, Any, slice, int, Any]:
+        """Queries, table rows of the block, their slice, the rows missing at its end, the key columns among the places."""
+        queries, keys = view.queries, view.keys
+        if queries.batched or keys.batched:
+            raise ValueError("relative positions are computed on slices of queries and keys, not on gathered blocks")
+        columns = None
+        first, last = keys.start, keys.stop
+        if self.places is not None:
+            columns = self.places[first:last] - self.places[first]
+            first, last = int(self.places[first]), int(self.places[last - 1]) + 1
+            columns = None if columns.shape[0] == last - first else columns
+        begin, end = first + self.origin - queries.stop + 1, last + self.origin - queries.start
+        rows = slice(min(begin, self.rows), min(end, self.rows))
+        table = None if self.table is None else view.own(self.table)[:, :, None, rows, :]
+        return queries.take(view.own(self.query)), table, rows, end - begin - (rows.stop - rows.start), columns
+
+    def apply(self, logits: Any, view: Any) -> tuple[Any, Any]:
+        xp = namespace(logits)
+        query, table, rows, missing, columns = self._block(view)
+        scores = 0.0
+        if table is not None:
+            scores = view.backend.matmul(query * view.problem.scale, xp.matrix_transpose(table))
+        if self.bias is not None:
+            scores = scores + view.problem.scale * self.bias[None, view.group.g, None, None, rows]
+            scores = xp.broadcast_to(scores, (*query.shape[:-1], rows.stop - rows.start))
+        if missing:
+            scores = xp.concat([scores, _zeros(scores, *scores.shape[:-1], missing)], axis=-1)
+        by_place = _rows_to_places(scores)
+        if columns is not None:
+            by_place = xp.take(by_place, to_namespace(columns, xp, like=logits), axis=-1)
+        return logits + by_place, None
+
+    def pull(self, d_logits: Any, kept: Any, view: Any, sums: dict[str, Any]) -> Any:
+        xp, backend = namespace(d_logits), view.backend
+        query, table, rows, missing, columns = self._block(view)
+
+        def by_row(x: Any) -> Any:
+            if columns is not None:  # places without a key get zeros
+                inverse = np.full(int(columns[-1]) + 1, columns.shape[0])
+                inverse[columns] = np.arange(columns.shape[0])
+                x = xp.concat([x, _zeros(x, *x.shape[:-1], 1)], axis=-1)
+                x = xp.take(x, to_namespace(inverse, xp, like=x), axis=-1)
+            x = _places_to_rows(x)
+            return x[..., : x.shape[-1] - missing] if missing else x
+
+        d_scores = by_row(d_logits)
+        if self.bias is not None:
+            share = xp.sum(d_scores, axis=(0, 2, 3))
+            sums["relative_bias"] = backend.accumulate(sums["relative_bias"], (slice(None), rows), share)
+        if table is not None:
+            seen = None
+            if not self.finite:
+                seen = xp.ones(d_logits.shape, dtype=xp.bool) if view.visible is None else view.visible
+                seen = by_row(xp.broadcast_to(seen, d_logits.shape))
+            own = (..., slice(view.queries.start - view.group.q[0], view.queries.stop - view.group.q[0]), slice(None))
+            d_query = view.product(d_scores, table, seen)
+            sums["relative_query"] = backend.accumulate(sums["relative_query"], own, d_query)
+            d_table = view.product(d_scores, query * view.problem.scale, seen, transposed=True)[:, :, 0, ...]
+            d_table = sum_to_shape(d_table, (sums["relative_table"].shape[0], *d_table.shape[1:]))
+            sums["relative_table"] = backend.accumulate(sums["relative_table"], (..., rows, slice(None)), d_table)
+        return d_logits
+
+
+def _rows_to_places(x: Any) -> Any:
+    """(..., a, n) -> (..., a, n - a + 1): output[i, j] = x[i, j + a - 1 - i]."""
+    xp = namespace(x)
+    *lead, a, n = x.shape
+    if a == 1:
+        return x
+    line = xp.reshape(x, (*lead, a * n))[..., a - 1 : a * n - 1]  # place (i, j) stands at i (n - 1) + j
+    return xp.reshape(line, (*lead, a, n - 1))[..., : n - a + 1]
+
+
+def _places_to_rows(x: Any) -> Any:
+    """The adjoint of _rows_to_places: (..., a, c) -> (..., a, a + c - 1)."""
+    xp = namespace(x)
+    *lead, a, c = x.shape
+    if a == 1:
+        return x
+    n = a + c - 1
+    rows = xp.reshape(xp.concat([x, _zeros(x, *lead, a, a - 2)], axis=-1), (*lead, a * (n - 1)))
+    line = xp.concat([_zeros(x, *lead, a - 1), rows, _zeros(x, *lead, 1)], axis=-1)
+    return xp.reshape(line, (*lead, a, n))
+
+
+def _zeros(like: Any, *shape: int) -> Any:
+    return namespace(like).zeros(shape, dtype=like.dtype, device=device(like))
 
 
 def add_pairs(total: Any, d_logits: Any, view: Any) -> Any:

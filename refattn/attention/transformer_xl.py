@@ -1,0 +1,513 @@
+r"""Transformer-XL attention: a segment attends to a memory and itself, and positions enter by distance alone.
+
+    logits[h,q,k] = scale * ( (q[h,q,:] + u[h,:]) . k[h,k,:]  +  (q[h,q,:] + w[h,:]) . r[h,p,:] ),    p = k_count - 1 - distance
+    distance = q + k_count - q_count - k                                                     output = softmax over visible k . v
+
+Taken apart (``keep_terms``; the paper's letters), the logits before bias and mask are a + b + c + d:
+
+====  ==========================  =======================================
+term  relative (this mechanism)   absolute (``absolute_q``, ``absolute_k``)
+====  ==========================  =======================================
+a     scale q . k                 scale q . k
+b     scale q . r                 scale q . absolute_k
+c     scale u . k                 scale absolute_q . k
+d     scale w . r                 scale absolute_q . absolute_k
+====  ==========================  =======================================
+
+======  =======================================================  ==================
+letter  axis                                                     where
+======  =======================================================  ==================
+...     any batch axes, broadcast as in matmul                   all
+h       head                                                     all
+q       position in the segment                                  q, output, lse
+k       position in [memory, segment]: the last q are the        k, v
+        segment's own
+d, e    query/key channel, value channel                         q, k, r, u, w; v
+p       row of the relative table, by falling distance           r, position_bias
+======  =======================================================  ==================
+
+Conventions: the memory stands first, which fixes the alignment; the scale acts on all four terms (the paper leaves it out);
+u belongs to the keys and w to the positions (u and v in the paper); a query that may attend to nothing gives output 0,
+lse -inf, gradients 0.  The table arrives projected: r = sinusoid(distances) W_R per head.
+
+Source: Dai et al. 2019, arXiv:1901.02860, section 3.3 and appendix B; the learned variant is that of Shaw et al. 2018,
+arXiv:1803.02155, with one scalar a row, as the authors' code has it.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from refattn import attend, backends, options
+from refattn import cost as costs
+from refattn.arrays import (
+    broadcast_leading,
+    device,
+    flatten_leading,
+    is_integer,
+    namespace,
+    require_axes,
+    require_integer,
+    to_namespace,
+    to_numpy,
+)
+from refattn.attention.transformer_xl_mistakes import transformer_xl_mutations
+from refattn.contraction import einsum
+from refattn.mechanism import mechanism
+from refattn.records import Cost, Result
+from refattn.scores import Relative
+
+__all__ = ["transformer_xl_attention"]
+
+
+@options.takes("scale", "mask", "bias", "keep_weights")
+def forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    r: Any = None,
+    u: Any = None,
+    w: Any = None,
+    position_bias: Any = None,
+    absolute_q: Any = None,
+    absolute_k: Any = None,
+    causal: bool = True,
+    same_length: bool | int = False,
+    key_places: Any = None,
+    keep_terms: bool = False,
+    backend: Any,
+    algorithm: str,
+    **shared: Any,
+) -> tuple[Result, Any]:
+    """softmax(scale ((q + u) k^T + shift((q + w) r^T))) v over [memory, segment].
+
+    Parameters
+    ----------
+    q : array (..., h, q, d)
+    k : array (..., h, k, d)
+    v : array (..., h, k, e)
+        Keys and values of memory and segment, oldest first.
+    r : array (h, p, d) or (..., h, p, d)
+        Projected relative table.  ``causal``: p = k rows, row p holds distance k - 1 - p.  Otherwise p = k + q rows of the
+        distances k ... -q + 1.  Left out: no positions.
+    u, w : array (h, d)
+        Biases of the query towards keys and towards positions.
+    position_bias : array (h, p)
+        Learned scalars by distance, in place of w . r.
+    absolute_q, absolute_k : arrays (..., h, q, d), (..., h, k, d)
+        Projected absolute positions, added to q and k, in place of r, u and w: the ordinary attention of the paper's
+        comparison.
+    causal : bool
+        Query i sees the keys of distance >= 0.
+    same_length : bool or int
+        Every query sees as many keys, the newest ones, itself included: ``True`` k - q of them (the authors' PyTorch
+        code), or a number of one's own (k - q + 1 is what their TensorFlow code does).
+    key_places : int array (k,)
+        For keys that stand for several positions: where each key stands, rising, the segment's own at the end one by one.
+        Distances are counted in places; p is then the last place + 1 (+ q).  Visibility still counts keys.
+    keep_terms : bool
+        The Result also holds ``term_a`` ... ``term_d`` (..., h, q, k), 0 where the table has no row.
+    {shared}
+
+    Returns
+    -------
+    output : array (..., h, q, e), in the dtype of the inputs
+    lse : array (..., h, q), in the compute dtype (float32 for half inputs)
+
+    Raises
+    ------
+    ValueError
+        Shapes that disagree, a table whose rows do not match keys (and queries), options that exclude each other.
+    TypeError
+        Dtypes: integer arrays, a mask that is not bool, complex arrays without ``compute_dtype``.
+
+    Examples
+    --------
+    One query after two tokens of memory, all keys alike; distance 2 is 2 / 3 as likely as the other two:
+
+    >>> import numpy as np
+    >>> q, k, v = np.ones((1, 1, 1)), np.zeros((1, 3, 1)), np.array([[[1.0], [2.0], [3.0]]])
+    >>> r = np.log([[[2.0], [3.0], [3.0]]])  # rows of distance 2, 1, 0
+    >>> transformer_xl_attention(q, k, v, r=r)
+    array([[[2.125]]])
+    """
+    xp = namespace(q, k, v)
+    given = {"r": r, "u": u, "w": w, "position_bias": position_bias, "absolute_q": absolute_q, "absolute_k": absolute_k}
+    n_q, n_k, n_p, places = _check(q, k, v, given, causal, same_length, key_places)
+    if absolute_q is not None:
+        q_content, q_position, k_content = q + absolute_q, None, k + absolute_k
+    else:
+        q_content, q_position, k_content = (
+            q if u is None else q + u[:, None, :],
+            q if w is None else q + w[:, None, :],
+            k,
+        )
+    extra = [(x, 3) for x in (r, absolute_q, absolute_k) if x is not None]
+    lead = broadcast_leading(q=(q, 3), k=(k, 3), v=(v, 3), **{f"r{n}": x for n, x in enumerate(extra)})
+    if lead != broadcast_leading(q=(q_content, 3), k=(k, 3), v=(v, 3)):
+        q_content = xp.broadcast_to(q_content, (*lead, *q_content.shape[-3:]))
+
+    def relative(layout: Any, lead: tuple[int, ...]) -> list[Relative]:
+        if r is None and position_bias is None:
+            return []
+        query = xp.broadcast_to(q_position, (*lead, *q_position.shape[-3:]))
+        query = layout.split(xp.reshape(query, (math.prod(lead), *query.shape[-3:])))
+        table = None if r is None else flatten_leading(r, 3, lead)
+        return [Relative(query, table, position_bias, n_q - 1 if causal else n_q, places)]
+
+    seen = _visibility(n_q, n_k, causal, same_length)
+    keep = bool(shared.get("keep_weights", False))
+    prepared = options.prepare(
+        q_content, k_content, v, backend=backend, algorithm=algorithm, extra_terms=relative, **seen, **shared
+    )
+    result, done = prepared.run(keep=keep)
+    if keep_terms:
+        scale = prepared.problem.scale
+        terms = _terms(q, k, given, scale, n_p, causal, places)
+        result = Result(
+            **result.fields, **{name: xp.broadcast_to(x, (*lead, *x.shape[-3:])) for name, x in terms.items()}
+        )
+    return result, (prepared, done, given, q_position)
+
+
+def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
+    """Cotangents of all arrays; dS is that of the logits, dB its shift back to table rows.
+
+    dq = scale (dS k + dB r), du = sum over queries of scale dS k, dw that of scale dB r, dr = scale dB^T (q + w),
+    dk = scale dS^T (q + u), dscale = sum dS (logits / scale).
+    """
+    prepared, done, given, q_position = saved
+    found = prepared.gradients(done, output, lse)
+    xp = namespace(found["q"])
+    lead, scale = prepared.shape["lead"], prepared.problem.scale
+    gradients = {name: g for name, g in found.items() if not name.startswith("relative_")}
+    if given["absolute_q"] is not None:
+        return {**gradients, "absolute_q": found["q"], "absolute_k": found["k"]}
+    if given["u"] is not None:
+        gradients["u"] = einsum("...hqd->hd", found["q"])
+    if given["r"] is not None:
+        d_raw = xp.reshape(found["relative_query"], (*lead, *found["q"].shape[-3:]))  # dB r
+        d_position = scale * d_raw
+        gradients["q"] = found["q"] + d_position
+        d_r = found["relative_table"]
+        gradients["r"] = xp.reshape(d_r, (*(lead if d_r.shape[0] != 1 else (1,) * len(lead)), *d_r.shape[1:]))
+        if given["w"] is not None:
+            gradients["w"] = einsum("...hqd->hd", d_position)
+        gradients["scale"] = gradients["scale"] + xp.sum(xp.where(d_raw == 0, xp.zeros_like(d_raw), d_raw * q_position))
+    if given["position_bias"] is not None:
+        d_bias = found["relative_bias"]
+        gradients["position_bias"] = scale * d_bias
+        gradients["scale"] = gradients["scale"] + xp.sum(d_bias * given["position_bias"])
+    return gradients
+
+
+def _check(
+    q: Any, k: Any, v: Any, given: dict[str, Any], causal: bool, same_length: bool | int, key_places: Any
+) -> tuple[int, int, int, np.ndarray | None]:
+    """Counts of queries, keys and table rows, and the places of the keys; every disagreement is an error here."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim < 3:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: expected at least 3 axes (..., h, length, channel)")
+    sizes = require_axes(q=(q, "... h q d"), k=(k, "... h k d"), v=(v, "... h k e"))
+    n_q, n_k = sizes["q"], sizes["k"]
+    places = None
+    if key_places is not None:
+        places = to_numpy(key_places) if not isinstance(key_places, (list, tuple)) else np.asarray(key_places)
+        own = places[max(0, n_k - n_q) :]
+        if not is_integer(places.dtype) or places.shape != (n_k,) or (n_k and places[0] < 0):
+            raise ValueError(
+                f"key_places is {places.dtype} {places.shape}: expected {n_k} integers from 0, one per key"
+            )
+        if (np.diff(places) < 1).any() or (np.diff(own) != 1).any():
+            raise ValueError(f"key_places is {places.tolist()}: expected rising places, the last {n_q} one by one")
+        places = places.astype(np.int64)
+    span = n_k if places is None or n_k == 0 else int(places[-1]) + 1
+    n_p = span if causal else span + n_q
+    what = "the keys" if places is None else "the places of the keys"
+    rows = f"{n_p} rows, {'as many as ' + what if causal else what + ' and the queries together (causal=False)'}"
+    h, d = sizes["h"], sizes["d"]
+    for name, shape in (("r", (h, n_p, d)), ("position_bias", (h, n_p))):
+        x = given[name]
+        if x is None:
+            continue
+        if x.ndim < len(shape) or (name != "r" and x.ndim != len(shape)) or tuple(x.shape[-len(shape) :]) != shape:
+            wanted = ("(..., " if name == "r" else "(") + ", ".join(map(str, shape)) + ")"
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: expected {wanted}: {rows}")
+    for name in ("u", "w"):
+        if given[name] is not None and tuple(given[name].shape) != (h, d):
+            raise ValueError(f"{name} has shape {tuple(given[name].shape)}: expected (h, d) = {(h, d)}")
+    if given["w"] is not None and given["position_bias"] is not None:
+        raise ValueError("w and position_bias are both given: position_bias takes the place of w . r")
+    if given["w"] is not None and given["r"] is None:
+        raise ValueError("w is given without r: it is the bias towards the rows of r")
+    if (given["absolute_q"] is None) != (given["absolute_k"] is None):
+        missing = "absolute_q" if given["absolute_q"] is None else "absolute_k"
+        raise ValueError(f"{missing} is missing: absolute positions are given for queries and keys together")
+    if given["absolute_q"] is not None:
+        mixed = [n for n in ("r", "u", "w", "position_bias") if given[n] is not None]
+        if mixed:
+            raise ValueError(
+                f"absolute_q and absolute_k are given together with {mixed[0]}: expected one kind of positions"
+            )
+        require_axes(
+            sizes, absolute_q=(given["absolute_q"], "... h q d"), absolute_k=(given["absolute_k"], "... h k d")
+        )
+    if not isinstance(causal, (bool, np.bool_)):
+        raise TypeError(f"causal is {causal!r}: expected True or False")
+    if same_length is not False:
+        if not causal:
+            raise ValueError("same_length needs causal=True: it counts the newest keys up to the query itself")
+        if same_length is True and n_k <= n_q:
+            raise ValueError(
+                f"same_length=True shows every query k - q keys, and there are {n_q} queries and {n_k} keys: expected a"
+                " memory before the segment, or a number of keys"
+            )
+        if same_length is not True:
+            require_integer("same_length", same_length, minimum=1)
+    return n_q, n_k, n_p, places
+
+
+def _visibility(n_q: int, n_k: int, causal: bool, same_length: bool | int) -> dict[str, Any]:
+    """The shared options that say the same."""
+    if not causal:
+        return {}
+    seen: dict[str, Any] = {"causal": True, "align": n_k - n_q}
+    if same_length is not False:
+        seen["window"] = ((n_k - n_q if same_length is True else same_length) - 1, None)
+    return seen
+
+
+def _terms(
+    q: Any, k: Any, given: dict[str, Any], scale: Any, n_p: int, causal: bool, places: np.ndarray | None
+) -> dict[str, Any]:
+    """The four parts of the logits, (..., h, q, k) each."""
+    xp = namespace(q)
+    n_q, n_k = q.shape[-2], k.shape[-2]
+    pairs = "...hqd,...hkd->...hqk"
+    terms = {"a": einsum(pairs, q, k)}
+    if given["absolute_q"] is not None:
+        terms["b"] = einsum(pairs, q, given["absolute_k"])
+        terms["c"] = einsum(pairs, given["absolute_q"], k)
+        terms["d"] = einsum(pairs, given["absolute_q"], given["absolute_k"])
+    else:
+        zero = xp.zeros_like(terms["a"])
+        place = np.arange(n_k) if places is None else places
+        row = place[None, :] + (n_q - 1 if causal else n_q) - np.arange(n_q)[:, None]
+        present = to_namespace(row < n_p, xp, like=q)
+        index = to_namespace(np.where(row < n_p, row, 0), xp, like=q)
+
+        def by_key(x: Any) -> Any:
+            """(..., h, q|1, p) -> (..., h, q, k)."""
+            x = xp.broadcast_to(x, (*x.shape[:-2], n_q, n_p))
+            at = xp.broadcast_to(index, (*x.shape[:-1], n_k))
+            return xp.where(present, xp.take_along_axis(x, at, axis=-1), xp.zeros((), dtype=x.dtype, device=device(x)))
+
+        r, u, w, scalars = given["r"], given["u"], given["w"], given["position_bias"]
+        terms["b"] = zero if r is None else by_key(einsum("...hqd,...hpd->...hqp", q, r))
+        terms["c"] = zero if u is None else einsum("hd,...hkd->...hk", u, k)[..., None, :] + zero
+        terms["d"] = zero
+        if scalars is not None:
+            terms["d"] = by_key(scalars[:, None, :]) + zero
+        elif w is not None:
+            terms["d"] = by_key(einsum("hd,...hpd->...hp", w, r)[..., None, :]) + zero
+    return {f"term_{letter}": scale * x for letter, x in terms.items()}
+
+
+def definition(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    r: np.ndarray | None = None,
+    u: np.ndarray | None = None,
+    w: np.ndarray | None = None,
+    position_bias: np.ndarray | None = None,
+    absolute_q: np.ndarray | None = None,
+    absolute_k: np.ndarray | None = None,
+    causal: bool = True,
+    same_length: bool | int = False,
+    key_places: Any = None,
+    keep_terms: bool = False,
+    scale: float | None = None,
+    mask: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    keep_weights: bool = False,
+) -> Result:
+    """The same numbers pair by pair: each logit looks its distance up in the table."""
+    lead = np.broadcast_shapes(
+        *(np.shape(x)[:-3] for x in (q, k, v, r, absolute_q, absolute_k) if x is not None),
+    )
+    (h, rows, d), (columns, e) = q.shape[-3:], v.shape[-2:]
+    scale = (d**-0.5 if d else 1.0) if scale is None else float(np.reshape(scale, ()))
+
+    def full(x: np.ndarray | None) -> np.ndarray | None:
+        return None if x is None else np.broadcast_to(x, lead + x.shape[-3:])
+
+    q, k, v, r, absolute_q, absolute_k = map(full, (q, k, v, r, absolute_q, absolute_k))
+    place = list(range(columns)) if key_places is None else [int(n) for n in key_places]
+    last = place[-1] if columns else 0  # where the last query stands
+    longest = last if causal else last + 1  # the distance of row 0
+    most = columns - rows if same_length is True else same_length
+    whole = (*lead, h, rows, columns)
+    mask = None if mask is None else np.broadcast_to(mask, whole)
+    bias = None if bias is None else np.broadcast_to(np.asarray(bias, dtype=np.float64), whole)
+    output, lse = np.zeros((*lead, h, rows, e)), np.full((*lead, h, rows), -np.inf)
+    parts = {n: np.zeros(whole) for n in ("term_a", "term_b", "term_c", "term_d")}
+    weights, logits = np.zeros(whole), np.zeros(whole)
+    with np.errstate(all="ignore"):
+        for row in np.ndindex(*lead, h, rows):
+            *batch, n, i = row
+            at = (*batch, n)
+            seen = []
+            for j in range(columns):
+                pair = (*row, j)
+                older = i + columns - rows - j  # keys newer than j, up to the query
+                distance = last - (rows - 1 - i) - place[j]
+                t = longest - distance
+                x = k[at][j]
+                a, b, c, dd = q[row] @ x, 0.0, 0.0, 0.0
+                if absolute_q is not None:
+                    b, c, dd = q[row] @ absolute_k[at][j], absolute_q[row] @ x, absolute_q[row] @ absolute_k[at][j]
+                elif u is not None:
+                    c = u[n] @ x
+                if r is not None and t < r.shape[-2]:
+                    b = q[row] @ r[at][t]
+                    dd = 0.0 if w is None else w[n] @ r[at][t]
+                if position_bias is not None and t < position_bias.shape[-1]:
+                    dd = position_bias[n, t]
+                for name, part in zip(parts, (a, b, c, dd), strict=True):
+                    parts[name][pair] = scale * part
+                logits[pair] = scale * (a + b + c + dd) + (0.0 if bias is None else bias[pair])
+                hidden = (causal and older < 0) or (most is not False and older >= most)
+                hidden = hidden or (mask is not None and not mask[pair]) or (bias is not None and bias[pair] == -np.inf)
+                if not hidden:
+                    seen.append(j)
+            if seen:
+                x = logits[row][seen]
+                top = x.max()
+                top = top if np.isfinite(top) else 0.0
+                lse[row] = top + np.log(np.exp(x - top).sum())
+                weights[row][seen] = np.exp(x - lse[row])
+                output[row] = weights[row][seen] @ v[at][seen]
+    fields = {"output": output, "lse": lse}
+    if keep_weights:
+        fields.update(weights=weights, logits=logits)
+    return Result(**fields, **(parts if keep_terms else {}))
+
+
+def cost(
+    *,
+    b: int = 1,
+    h: int = 1,
+    q: int,
+    k: int,
+    d: int,
+    e: int | None = None,
+    causal: bool = True,
+    same_length: bool | int = False,
+    dtype: Any = "float32",
+    direction: str = "forward",
+    **shared: Any,
+) -> Cost:
+    """Counts of softmax attention (``refattn.cost.attention``) and of the positions.
+
+    Each block of a queries and c keys takes one product with a + c - 1 table rows, d multiply-adds an entry; backward three
+    (scores again, dq, dr).  Visible pairs count d more forward and 3 d more backward.
+    """
+    seen = _visibility(q, k, causal, same_length)
+    base = costs.attention(b=b, h=h, q=q, k=k, d=d, e=e, dtype=dtype, direction=direction, **seen, **shared)
+    own_e = d if e is None else e
+    per_pair = {"forward": d + own_e, "backward": 3 * d + 2 * own_e}
+    pairs = base.multiplies // max(1, per_pair[direction] if direction != "both" else sum(per_pair.values()))
+    entries = _position_entries(b, h, q, k, d, own_e, causal, {**seen, **shared})
+    times = {"forward": 1, "backward": 3, "both": 4}[direction]
+    table = costs.itemsize(dtype) * h * d * (k if causal else k + q)
+    return base + Cost(
+        multiplies=times * pairs * d,
+        computed_multiplies=times * entries * d,
+        elementwise=(2 if direction == "both" else 1) * pairs,
+        bytes_read=table * (2 if direction == "both" else 1),
+        bytes_written=0 if direction == "forward" else table,
+        saved_bytes=0 if direction == "backward" else table,
+        parameters=2 * h * d,
+    )
+
+
+def _position_entries(b: int, h: int, q: int, k: int, d: int, e: int, causal: bool, shared: dict[str, Any]) -> int:
+    """Query-row products over all blocks that would be computed."""
+
+    def empty(*shape: int) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), np.float64), shape)
+
+    arrays = (empty(b, h, q, d), empty(b, h, k, d), empty(b, h, k, e))
+    problem = options.prepare(*arrays, backend=backends.resolve("numpy", np), **shared).problem
+    rows, origin, total = k if causal else k + q, q - 1 if causal else q, 0
+    for group in attend.groups(problem):
+        units = (group.b.stop - group.b.start) * group.heads.size
+        for block in attend.listed_blocks(problem, group, np):
+            i, j = block.queries, block.keys
+            total += (
+                units
+                * (i.stop - i.start)
+                * (min(rows, j.stop + origin - i.start) - min(rows, j.start + origin - i.stop + 1))
+            )
+    return total
+
+
+def example(
+    rng: np.random.Generator,
+    *,
+    b: int = 2,
+    h: int = 3,
+    q: int = 5,
+    k: int = 7,
+    d: int = 4,
+    e: int = 6,
+    causal: bool = True,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Normal q (b,h,q,d), k (b,h,k,d), v (b,h,k,e), r (h,p,d), u and w (h,d); options are passed through.
+
+    ``position_bias=True`` and ``absolute_q=True`` draw the arrays of those variants.
+    """
+    normal = rng.standard_normal
+    arrays = {"q": normal((b, h, q, d)), "k": normal((b, h, k, d)), "v": normal((b, h, k, e))}
+    rows = k if causal else k + q
+    if settings.get("absolute_q") is True:
+        own = {"absolute_q": normal((h, q, d)), "absolute_k": normal((h, k, d))}
+    elif settings.get("position_bias") is True:
+        own = {"r": normal((h, rows, d)), "u": normal((h, d)), "position_bias": normal((h, rows))}
+    else:
+        own = {"r": normal((h, rows, d)), "u": normal((h, d)), "w": normal((h, d))}
+    return {**arrays, **({} if causal else {"causal": False}), **settings, **own}
+
+
+transformer_xl_attention = mechanism(
+    forward,
+    backward,
+    definition,
+    cost,
+    example,
+    transformer_xl_mutations,
+    name="transformer_xl_attention",
+    equation="output = softmax(scale * ((q + u) k^T + shift((q + w) r^T)), where visible) v",
+    paper="Dai et al. 2019, arXiv:1901.02860, section 3.3 and appendix B",
+    axes={
+        "h": "head",
+        "q": "position in the segment",
+        "k": "position in [memory, segment]",
+        "p": "row of the relative table, by falling distance",
+        "d": "channel",
+        "e": "value channel",
+    },
+    differentiable=("q", "k", "v", "r", "u", "w", "position_bias", "absolute_q", "absolute_k", "bias", "scale"),
+    outputs=("output", "lse"),
+)
+transformer_xl_attention.probe_options = (
+    {"q": 9, "k": 21, "same_length": True, "says": "same_length: k - q keys, oneself included"},
+    {"q": 7, "k": 7, "says": "no memory"},
+    {"q": 6, "k": 11, "causal": False, "says": "both directions: the table has k + q rows"},
+    {"q": 8, "k": 19, "position_bias": True, "says": "a learned scalar by distance in place of w . r"},
+)
