@@ -214,55 +214,45 @@ class InstrumentedArray:
         return f"{self._xp.__name__}.{self._data!r}"
 
 
-def _add_operators() -> None:
-    def binary(name: str, function: Callable) -> None:
-        def forward(self: InstrumentedArray, other: Any) -> InstrumentedArray:
-            return self._xp.apply(name, function, self, other)
+def _method(name: str, function: Callable, *, reflected: bool = False) -> Callable:
+    def method(self: InstrumentedArray, *other: Any) -> Any:
+        args = (*other, self) if reflected else (self, *other)
+        return self._xp.apply(name, function, *args)
 
-        def reflected(self: InstrumentedArray, other: Any) -> InstrumentedArray:
-            return self._xp.apply(name, function, other, self)
-
-        def in_place(self: InstrumentedArray, other: Any) -> InstrumentedArray:
-            self._data[...] = self._xp.unwrap(self._xp.apply(name, function, self, other))
-            return self
-
-        short = function.__name__.strip("_")
-        for prefix, method in (("", forward), ("r", reflected), ("i", in_place)):
-            setattr(InstrumentedArray, f"__{prefix}{short}__", method)
-
-    def unary(name: str, function: Callable) -> None:
-        def method(self: InstrumentedArray) -> InstrumentedArray:
-            return self._xp.apply(name, function, self)
-
-        setattr(InstrumentedArray, f"__{function.__name__.strip('_')}__", method)
-
-    def comparison(name: str, function: Callable) -> None:
-        def method(self: InstrumentedArray, other: Any) -> InstrumentedArray:
-            return self._xp.apply(name, function, self, other)
-
-        setattr(InstrumentedArray, f"__{function.__name__}__", method)
-
-    def conversion(method: str) -> None:
-        setattr(InstrumentedArray, method, lambda self: getattr(self._data, method)())
-
-    o = operator
-    for name, function in {
-        "add": o.add, "subtract": o.sub, "multiply": o.mul, "divide": o.truediv, "floor_divide": o.floordiv,
-        "remainder": o.mod, "pow": o.pow, "matmul": o.matmul, "bitwise_and": o.and_, "bitwise_or": o.or_,
-        "bitwise_xor": o.xor, "bitwise_left_shift": o.lshift, "bitwise_right_shift": o.rshift,
-    }.items():  # fmt: skip
-        binary(name, function)
-    for name, function in {"negative": o.neg, "positive": o.pos, "abs": o.abs, "bitwise_invert": o.invert}.items():
-        unary(name, function)
-    for name, function in {
-        "equal": o.eq, "not_equal": o.ne, "less": o.lt, "less_equal": o.le, "greater": o.gt, "greater_equal": o.ge,
-    }.items():  # fmt: skip
-        comparison(name, function)
-    for method in ("__bool__", "__int__", "__float__", "__complex__", "__index__"):
-        conversion(method)
+    return method
 
 
-_add_operators()
+def _in_place(name: str, function: Callable) -> Callable:
+    def method(self: InstrumentedArray, other: Any) -> InstrumentedArray:
+        self._data[...] = self._xp.unwrap(self._xp.apply(name, function, self, other))
+        return self
+
+    return method
+
+
+def _conversion(name: str) -> Callable:
+    return lambda self: getattr(self._data, name)()
+
+
+# fmt: off
+_BINARY = {
+    "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "floordiv": "floor_divide",
+    "mod": "remainder", "pow": "pow", "matmul": "matmul", "and": "bitwise_and", "or": "bitwise_or",
+    "xor": "bitwise_xor", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
+}
+_OTHER = {
+    "neg": "negative", "pos": "positive", "abs": "abs", "invert": "bitwise_invert", "eq": "equal", "ne": "not_equal",
+    "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal",
+}
+# fmt: on
+for _symbol, _name in (_BINARY | _OTHER).items():
+    _function = getattr(operator, f"__{_symbol}__")
+    setattr(InstrumentedArray, f"__{_symbol}__", _method(_name, _function))
+    if _symbol in _BINARY:
+        setattr(InstrumentedArray, f"__r{_symbol}__", _method(_name, _function, reflected=True))
+        setattr(InstrumentedArray, f"__i{_symbol}__", _in_place(_name, _function))
+for _symbol in ("bool", "int", "float", "complex", "index"):
+    setattr(InstrumentedArray, f"__{_symbol}__", _conversion(f"__{_symbol}__"))
 
 
 class Instrumented:
@@ -347,7 +337,7 @@ def rounding(dtype: Any, *, base: Any = np, accumulate: str = "float32") -> Inst
     dtype : dtype or name
         ``"float16"``, ``"bfloat16"``, ``"tf32"``, ``"float8_e4m3fn"``, ``"float8_e5m2"`` or ``"float32"``.
     base : namespace
-        The library that holds the data.
+        The library that holds the data; assignment into arrays needs one that allows it.
     accumulate : {"float32", "each"}
         ``"each"`` also rounds every product and every partial sum of ``matmul`` and ``sum``, in index order. Other
         reductions (``mean``, ``cumulative_sum``) are rounded once.
@@ -634,20 +624,24 @@ def output_bound(
     def weighted(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return einsum("...qk,...ke->...qe", x, y)
 
-    with np.errstate(over="ignore"):  # a bound may be infinite
+    def growth(x: np.ndarray) -> np.ndarray:
+        """e^x - 1, kept finite: beyond e^200 a bound says nothing more, and infinity times 0 would be NaN."""
+        return np.expm1(np.minimum(x, 200.0))
+
+    with np.errstate(over="ignore"):
         # Worst case: absolute values, every term an upper bound.
         size = scale * einsum("...qd,...kd->...qk", np.abs(q), np.abs(k))
         few = 4 * (1 + np.ceil(n / 16))
-        delta = slope * np.expm1((d + 4) * u) * size + u * (4 * size + 2 * np.abs(s) + 2 * np.abs(s - top) + few)
+        delta = slope * growth((d + 4) * u) * size + u * (4 * size + 2 * np.abs(s) + 2 * np.abs(s - top) + few)
         delta = np.where(visible, delta, 0.0)
         delta_sink = np.where(sink > 0, u * (2 * np.abs(s_sink) + 2 * np.abs(s_sink - top) + few), 0.0)
         largest = np.maximum(delta.max(axis=-1, keepdims=True, initial=0.0), delta_sink)
-        theta = np.expm1((2 * n + 4) * u + u_w)
-        moved = p * np.expm1(delta)
+        theta = growth((2 * n + 4) * u + u_w)
+        moved = p * growth(delta)
         worst = weighted(moved * f, np.abs(w)) + np.abs(away) * moved.sum(axis=-1, keepdims=True)
-        worst += sink * np.expm1(delta_sink) * np.abs(o)
-        worst += np.exp(largest) * theta * (weighted(p * f, np.abs(v)) + np.abs(o))
-        worst *= np.exp(largest + 2 * theta)
+        worst += sink * growth(delta_sink) * np.abs(o)
+        worst += (1 + growth(largest)) * theta * (weighted(p * f, np.abs(v)) + np.abs(o))
+        worst *= 1 + growth(largest + 2 * theta)
         worst += (tiny + tiny_w) * (weighted(visible * f, np.abs(v)) + n)
         worst = worst * (1 + u_o) + u_o * np.abs(o) + np.where(n > 0, tiny_o, 0.0)
 

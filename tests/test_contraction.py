@@ -181,6 +181,27 @@ def test_operands_are_not_copied(spec, shapes):
     assert step.product == ("multiply" if spec == "...hqk,...hq->...hqk" else "matmul")
 
 
+def test_the_larger_operand_decides_the_order_of_contracted_axes():
+    (step,) = contraction._plan("qab,bam->qm", ((64, 8, 9), (9, 8, 4))).steps
+    q, m = np.zeros((64, 8, 9)), np.zeros((9, 8, 4))
+    assert np.shares_memory(contraction._arrange(np, q, step.arrange_left), q)
+    assert not np.shares_memory(contraction._arrange(np, m, step.arrange_right), m)
+
+
+@pytest.mark.parametrize(
+    "spec, shapes",
+    [
+        ("...hqk,hx->...xqk", [(2, 4, 64, 64), (4, 5)]),
+        ("...hkd,...hqd->...hqk", [(2, 3, 7, 4), (2, 3, 5, 4)]),
+        ("ij,jk->ik", [(3, 4), (4, 5)]),
+        ("jk,ij->ik", [(4, 5), (3, 4)]),
+    ],
+)
+def test_results_come_in_the_order_asked_for(spec, shapes):
+    """The factor that owns the last axis is the right one of the product: no transposed result."""
+    assert einsum(spec, *map(np.zeros, shapes)).flags.c_contiguous
+
+
 def test_three_operands_take_the_cheap_path():
     """(1000, 2) x (2, 1000) x (1000, 2): from the right, or a 1000 x 1000 array is built."""
     plan = contraction._plan("ab,bc,cd->ad", ((1000, 2), (2, 1000), (1000, 2)))

@@ -221,6 +221,16 @@ def test_rounding_once_or_each():
     assert np.all(np.abs(product - a @ b) <= 8 * 2.0**-24 * (np.abs(a) @ np.abs(b)))
 
 
+def test_rounding_keeps_views():
+    xp = rounding("bfloat16")
+    x = xp.zeros((2, 3), dtype=xp.float32)
+    row = xp.reshape(x, (6,))[3:]
+    row += 0.1
+    assert xp.to_numpy(x).tolist() == [[0, 0, 0], [0.10009765625] * 3]
+    x[0, 1] = 0.3
+    assert float(x[0, 1]) == 0.30078125
+
+
 def test_rounding_refuses():
     with pytest.raises(ValueError, match="accumulate: 'half', expected 'float32' or 'each'"):
         rounding("bfloat16", accumulate="half")
@@ -451,6 +461,21 @@ def test_the_worst_case_holds_with_options(options):
         assert np.all(bound.rss[:, 5] == 0)
 
 
+@pytest.mark.parametrize("accumulate", ["float32", "each"])
+@pytest.mark.parametrize("dtype", ["tf32", "float16", "bfloat16"])
+def test_the_worst_case_holds_where_every_operation_is_rounded(dtype, accumulate):
+    """Few channels and keys: here the guarantee is only some ten times the error, so a term too few would show."""
+    xp = rounding(dtype, accumulate=accumulate)
+    rng = np.random.default_rng(10)
+    q, k, v = (round_to(rng.standard_normal((400, n, 4)), dtype) for n in (5, 7, 7))
+    mask = np.tri(5, 7, 2, dtype=bool)
+    s = np.where(mask, 0.5 * (q @ k.mT), -np.inf)
+    p = np.exp(s) / np.exp(s).sum(axis=-1, keepdims=True)
+    output, _ = attention(*(xp.asarray(x.astype(np.float32)) for x in (q, k, v)), xp.asarray(mask))
+    ratio = np.abs(xp.to_numpy(output) - p @ v) / output_bound(q, k, v, logits=s, weights=p, unit=dtype).worst
+    assert 0.03 < ratio.max() <= 1
+
+
 def test_bounds_see_a_zero_padded_tail():
     """64 real keys in a tile of 128: the zeros counted in the denominator are far beyond any rounding."""
     for dtype, stored in (("float32", None), ("bfloat16", "bfloat16")):
@@ -501,7 +526,8 @@ def test_what_nobody_sees_does_not_enter():
     visible[..., 12:] = False
     clean = output_bound(q, k[:, :12], v[:, :12], **logits_and_weights(q, k[:, :12], v[:, :12]))
     poisoned_k, poisoned_v = k.copy(), v.copy()
-    poisoned_k[:, 12:], poisoned_v[:, 12:16], poisoned_v[:, 16:] = np.nan, 1e30, np.inf
+    poisoned_k[:, 12:16], poisoned_k[:, 16:] = np.nan, 1e30
+    poisoned_v[:, 12:18], poisoned_v[:, 18:] = 1e30, np.inf
     given = logits_and_weights(q, k[:, :12], v[:, :12])
     padded = {name: np.concatenate([x, np.full((2, 24, 8), np.nan)], axis=-1) for name, x in given.items()}
     poisoned = output_bound(q, poisoned_k, poisoned_v, visible=visible, **padded)
@@ -514,19 +540,65 @@ def logits_and_weights(q, k, v):
     return {"logits": s, "weights": p}
 
 
-def test_rss_is_the_formula_of_the_docstring():
-    """Spelled out with the (q, k, e) array that output_bound avoids."""
+@pytest.mark.parametrize("units", [(2.0**-24, 2.0**-8, 2.0**-9), (2.0**-12, 0.0, 0.0)])
+def test_bounds_are_the_formulas_of_the_docstring(units):
+    """Spelled out with the (q, k, e) arrays that output_bound avoids, with a cap and a sink as one more key."""
     q, k, v = draw(2, 30, "bfloat16", d=6, e=5)
-    output, s, p, _ = exact(q, k, v, scale=0.5)
-    u, u_w, u_o = 2.0**-24, 2.0**-8, 2.0**-9
-    delta2 = (0.5 * u) ** 2 * 6 * ((q**2) @ (k**2).mT + (q @ k.mT) ** 2)
-    delta2 += u**2 * (s**2 + (s - s.max(axis=-1, keepdims=True)) ** 2 + 4)
-    away = v[:, None, :, :] - output[:, :, None, :]
-    square = np.sum((p**2 * delta2)[..., None] * away**2, axis=-2)
-    stored = (p**2) @ (v**2)
+    sink = 1.5
+    output, s, p, slope = exact(q, k, v, scale=0.5, cap=2.0, sink=sink)
+    u, u_w, u_o = units
+    size = 0.5 * (np.abs(q) @ np.abs(k).mT)
+    squares = (0.5 * slope) ** 2 * 6 * ((q**2) @ (k**2).mT + (q @ k.mT) ** 2)
+
+    def with_sink(x, value):
+        return np.concatenate([x, np.full((*x.shape[:-1], 1), value)], axis=-1)
+
+    s, size, slope, squares = with_sink(s, sink), with_sink(size, 0), with_sink(slope, 0), with_sink(squares, 0)
+    p = np.concatenate([p, 1 - p.sum(axis=-1, keepdims=True)], axis=-1)
+    away = np.concatenate([v, np.zeros((2, 1, 5))], axis=-2)[:, None, :, :] - output[:, :, None, :]
+    below = s - s.max(axis=-1, keepdims=True)
+
+    square = np.sum((p**2 * u**2 * (squares + s**2 + below**2 + 4))[..., None] * away**2, axis=-2)
+    stored = (p[..., :-1] ** 2) @ (v**2)
     square += u**2 * 30 * (stored + output**2) + u_w**2 * stored + u_o**2 * output**2
-    bound = output_bound(q, k, v, logits=s, weights=p, scale=0.5, unit=u, unit_weights=u_w, unit_output=u_o)
-    np.testing.assert_allclose(bound.rss, np.sqrt(square), rtol=1e-12)
+    options = {"logits": s[..., :-1], "weights": p[..., :-1], "scale": 0.5, "slope": slope[..., :-1]}
+    bound = output_bound(q, k, v, **options, unit=u, unit_weights=u_w, unit_output=u_o)
+    np.testing.assert_allclose(bound.rss, np.sqrt(square), rtol=1e-9)
+
+    delta = slope * np.expm1(10 * u) * size + u * (4 * size + 2 * np.abs(s) + 2 * np.abs(below) + 4 * 3)
+    largest = delta.max(axis=-1, keepdims=True)
+    theta = np.expm1(64 * u + u_w)
+    moved = p * np.expm1(delta)
+    rest = np.exp(largest) * theta * (p[..., :-1] @ np.abs(v) + np.abs(output))
+
+    def total(part):
+        return (part + rest) * np.exp(largest + 2 * theta) * (1 + u_o) + u_o * np.abs(output)
+
+    seen = p[..., :-1].sum(axis=-2)
+    centre = (seen[:, None, :] @ v) / seen.sum(axis=-1)[:, None, None]
+    around = moved[..., :-1] @ np.abs(v - centre) + moved[..., -1:] * np.abs(output)
+    around += moved[..., :-1].sum(axis=-1, keepdims=True) * np.abs(output - centre)
+    np.testing.assert_allclose(bound.worst, total(around), rtol=1e-9)
+    assert np.all(total(np.sum(moved[..., None] * np.abs(away), axis=-2)) <= bound.worst * (1 + 1e-9))
+
+
+def test_a_common_offset_of_the_values_costs_only_the_sums():
+    """Errors of the logits act on v - o, so values near 2^30 leave gamma(2n + 4) on |v| and on |o|, nothing more."""
+    q, k, v = draw(4, 64, "float32")
+    _, s, p, _ = exact(q, k, v, scale=1 / 8)
+    bound = output_bound(q, k, v + 2.0**30, logits=s, weights=p)
+    sums = 132 * 2.0**-24 * 2 * 2.0**30
+    assert np.all(np.abs(bound.worst / sums - 1) < 0.01)
+
+
+def test_a_hopeless_format_gives_a_huge_bound_and_no_nan():
+    q, k, v = draw(20, 64, "float32")
+    v[:, :, 0] = 0.0
+    _, s, p, _ = exact(q, k, v, scale=1 / 8)
+    bound = output_bound(q, k, v, logits=s, weights=p, unit="float8_e5m2")
+    assert np.isfinite(bound.rss).all()
+    assert np.isfinite(bound.worst).all()
+    assert np.all(bound.worst[..., 1:] > 1e30)
 
 
 def test_bound_refuses_single_precision():
