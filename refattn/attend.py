@@ -24,10 +24,23 @@ from refattn.records import AttentionProblem, Block
 from refattn.scores import add_pairs
 from refattn.selections import Span, take_pairs
 
-__all__ = ["Forward", "Group", "View", "backward", "forward", "groups", "listed_blocks", "product", "slice_blocks"]
+__all__ = [
+    "Forward",
+    "Group",
+    "View",
+    "backward",
+    "backward_group",
+    "forward",
+    "forward_group",
+    "groups",
+    "listed_blocks",
+    "merged",
+    "product",
+    "slice_blocks",
+]
 
-ROWS, KEYS = 256, 1024
-"""Rows (query heads of one key head x queries) and keys of a tile: two to three such tiles fit a core's cache."""
+ROWS, KEYS = 128, 1024
+"""Rows (query heads of one key head x queries) and keys of a tile: a few such tiles stay in a core's cache."""
 SMALL = 1 << 18
 """Pairs up to which several (batch, key head) units share a block."""
 SPLIT = 4
@@ -147,10 +160,10 @@ def groups(problem: AttentionProblem) -> list[Group]:
         cuts = [(s, min(s + step, q)) for s in range(0, q, step)]
     else:
         cuts = [(0, q)]
-    heads_step = g if unit * g <= SMALL else 1
-    batch_step = max(1, SMALL // max(1, unit * g)) if heads_step == g else 1
     if g == 0:
         return []
+    heads_step = g if unit * g <= SMALL and not problem.apart else 1
+    batch_step = max(1, SMALL // max(1, unit * heads_step)) if unit * g <= SMALL else 1
     return [
         Group(slice(s, min(s + batch_step, b)), slice(n, min(n + heads_step, g)), cut, heads[n : n + heads_step])
         for s in range(0, b, batch_step)
@@ -299,7 +312,7 @@ def forward(problem: AttentionProblem, backend: Any, *, keep: bool = False) -> F
 
     def run(group: Group) -> tuple[Any, ...]:
         with backend.quiet():
-            return _forward_group(problem, group, backend, keep)
+            return forward_group(problem, group, backend, keep)
 
     work = 2 * b * g * r * q * k
     for group, (o, z, s, m) in zip(tasks, backend.map(run, tasks, work=work), strict=True):
@@ -311,7 +324,8 @@ def forward(problem: AttentionProblem, backend: Any, *, keep: bool = False) -> F
     return _finish(problem, backend, output, lse, logits, seen)
 
 
-def _forward_group(problem: AttentionProblem, group: Group, backend: Any, keep: bool) -> tuple[Any, ...]:
+def forward_group(problem: AttentionProblem, group: Group, backend: Any, keep: bool = False) -> tuple[Any, ...]:
+    """Output and lse over the keys of one group (and with ``keep`` its logits and visible pairs)."""
     xp = backend.xp
     view = View(problem, group, backend, gradient=False)
     q, k, v = view.own(problem.q), view.own(problem.k)[:, :, None, ...], view.own(problem.v)[:, :, None, ...]
@@ -336,7 +350,7 @@ def _forward_group(problem: AttentionProblem, group: Group, backend: Any, keep: 
         shift = xp.where(empty, xp.zeros_like(maximum), maximum)
         part, z = weighted / safe[..., None], xp.where(empty, xp.full_like(total, -math.inf), xp.log(safe) + shift)
         if queries.batched:
-            part, z = _merged(xp, queries.take(output), queries.take_last(lse), part, z)
+            part, z = merged(xp, queries.take(output), queries.take_last(lse), part, z)
             output, lse = queries.assign(backend, output, part), queries.assign_last(backend, lse, z)
         else:
             rows = Span(queries.start - start, queries.stop - start)
@@ -381,7 +395,7 @@ def _online(problem: AttentionProblem, view: View, s: Any, v: Any, state: Any) -
     return maximum, total * rescale + row, weighted * rescale[..., None] + part
 
 
-def _merged(xp: Any, o1: Any, z1: Any, o2: Any, z2: Any) -> tuple[Any, Any]:
+def merged(xp: Any, o1: Any, z1: Any, o2: Any, z2: Any) -> tuple[Any, Any]:
     """Two partial results over disjoint keys in one."""
     maximum = xp.maximum(real(z1), real(z2))
     shift = xp.where(maximum == -math.inf, xp.zeros_like(maximum), maximum)
@@ -463,7 +477,7 @@ def backward(problem: AttentionProblem, backend: Any, saved: Forward, d_output: 
 
     def run(group: Group) -> tuple[Any, ...]:
         with backend.quiet():
-            return _backward_group(problem, group, backend, lse, shift, d_output)
+            return backward_group(problem, group, backend, lse, shift, d_output)
 
     shared: dict[str, Any] = {}
     for term in problem.terms:
@@ -521,9 +535,10 @@ def _row_terms(problem: AttentionProblem, backend: Any, saved: Forward, d_output
     return shift, -xp.sum(share, axis=(0, 3))
 
 
-def _backward_group(
+def backward_group(
     problem: AttentionProblem, group: Group, backend: Any, lse: Any, shift: Any, d_output: Any
 ) -> tuple[Any, ...]:
+    """Cotangents of q, k, v, scale and terms of one group; ``shift`` = Delta - dlse and a finite ``lse`` per row."""
     xp = backend.xp
     view = View(problem, group, backend, gradient=True)
     q, k, v = view.own(problem.q), view.own(problem.k)[:, :, None, ...], view.own(problem.v)[:, :, None, ...]

@@ -1,7 +1,8 @@
 """Which queries or keys a block holds: a run of positions, or lists of positions.
 
 Arrays of one group have the axes (b, g, r, length, channel) or (b, g, r, length); a selection takes its positions from
-them and puts values back.  A Span gives (..., a, channel), an Index one more axis: (..., n, a, channel) for n equal blocks.
+them and puts values back.  A Span gives (..., a, channel), an Index one more axis: (..., n, a, channel) for n equal blocks;
+Windows are n overlapping runs of an array that is in a block's order already.
 """
 
 import math
@@ -9,7 +10,7 @@ from typing import Any
 
 from refattn.arrays import namespace, to_namespace
 
-__all__ = ["Index", "Span", "take_pairs"]
+__all__ = ["Index", "Span", "Windows", "take_order", "take_pairs"]
 
 
 class Span:
@@ -27,6 +28,11 @@ class Span:
     def pairs_axes(self) -> tuple[int, ...]:
         """Shape of the positions."""
         return (self.stop - self.start,)
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """All positions lie in start <= position < stop."""
+        return self.start, self.stop
 
     def positions(self, xp: Any) -> Any:
         """Integer positions (a,)."""
@@ -50,6 +56,101 @@ class Span:
     def accumulate(self, backend: Any, x: Any, values: Any) -> Any:
         """x with values added to its rows."""
         return backend.accumulate(x, (..., slice(self.start, self.stop), slice(None)), values)
+
+
+class Lattice:
+    """Columns of a table: the positions from ``start`` on, written in ``rows`` rows of ``stride``, of which the columns
+    ``first`` ... ``first + width - 1`` are meant.  Slices of the array, so nothing is gathered or scattered.
+
+    Parameters
+    ----------
+    layout : {"rows", "columns", "joined"}
+        The lists of positions: one for each row (n = rows, a = width), one for each column (n = width, a = rows), or one
+        for all (n = 1, a = rows * width).
+    """
+
+    batched = True
+
+    def __init__(
+        self, start: int, rows: int, stride: int, *, first: int = 0, width: int | None = None, layout: str = "rows"
+    ) -> None:
+        self.start, self.rows, self.stride, self.layout = start, rows, stride, layout
+        self.first, self.width = first, stride if width is None else width
+
+    def __repr__(self) -> str:
+        return f"Lattice({self.start}, {self.rows}, {self.stride}, {self.first}, {self.width}, {self.layout!r})"
+
+    @property
+    def pairs_axes(self) -> tuple[int, ...]:
+        shapes = {"rows": (self.rows, self.width), "columns": (self.width, self.rows)}
+        return shapes.get(self.layout, (1, self.rows * self.width))
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """All positions lie in start <= position < stop."""
+        begin = self.start + self.first
+        return begin, begin + (self.rows - 1) * self.stride + self.width
+
+    def positions(self, xp: Any) -> Any:
+        """Integer positions (n, a)."""
+        table = xp.arange(self.rows)[:, None] * self.stride + xp.arange(self.width)[None, :] + (self.start + self.first)
+        if self.layout == "columns":
+            return xp.matrix_transpose(table)
+        return table if self.layout == "rows" else xp.reshape(table, (1, -1))
+
+    def take(self, x: Any) -> Any:
+        xp = namespace(x)
+        lead, d = x.shape[:-2], x.shape[-1]
+        if self.rows == 1:
+            begin = self.start + self.first
+            table = x[..., begin : begin + self.width, :][..., None, :, :]
+        else:
+            table = x[..., self.start : self.start + self.rows * self.stride, :]
+            table = xp.reshape(table, (*lead, self.rows, self.stride, d))[..., self.first : self.first + self.width, :]
+        if self.layout == "columns":
+            return self._turned(table)
+        return table if self.layout == "rows" else xp.reshape(table, (*lead, 1, self.rows * self.width, d))
+
+    def take_last(self, x: Any) -> Any:
+        return self.take(namespace(x).expand_dims(x, axis=-1))[..., 0]
+
+    @staticmethod
+    def _turned(table: Any) -> Any:
+        axes = list(range(table.ndim))
+        axes[-3], axes[-2] = axes[-2], axes[-3]
+        return namespace(table).permute_dims(table, tuple(axes))
+
+    def _pieces(self, values: Any) -> Any:
+        """Slices of positions and the values that belong there: as few as there are."""
+        xp = namespace(values)
+        lead, d = values.shape[:-3], values.shape[-1]
+        table = self._turned(values) if self.layout == "columns" else values
+        table = xp.reshape(table, (*lead, self.rows, self.width, d))
+        begin, end = self.extent
+        if self.width == self.stride or self.rows == 1:
+            yield slice(begin, end), xp.reshape(table, (*lead, self.rows * self.width, d))
+        elif self.width <= self.rows:
+            for n in range(self.width):
+                yield slice(begin + n, end - self.width + n + 1, self.stride), table[..., n, :]
+        else:
+            for n in range(self.rows):
+                row = begin + n * self.stride
+                yield slice(row, row + self.width), table[..., n, :, :]
+
+    def assign(self, backend: Any, x: Any, values: Any) -> Any:
+        for where, part in self._pieces(values):
+            x = backend.assign(x, (..., where, slice(None)), part)
+        return x
+
+    def assign_last(self, backend: Any, x: Any, values: Any) -> Any:
+        for where, part in self._pieces(namespace(values).expand_dims(values, axis=-1)):
+            x = backend.assign(x, (..., where), part[..., 0])
+        return x
+
+    def accumulate(self, backend: Any, x: Any, values: Any) -> Any:
+        for where, part in self._pieces(values):
+            x = backend.accumulate(x, (..., where, slice(None)), part)
+        return x
 
 
 class Index:
@@ -114,6 +215,71 @@ class Index:
         index = to_namespace(self.index, xp, like=x)
         index = xp.reshape(index, (*index.shape[:-2], n * a))
         return x + backend.segment_add(xp.reshape(values, (*values.shape[:-3], n * a, d)), index, x.shape[-2])
+
+
+class Windows:
+    """Windows start ... stop - 1 of ``reach`` chunks each: window c is rows c * size ... (c + reach) * size - 1.
+
+    Parameters
+    ----------
+    start, stop, size, reach : int
+        reach = 1 gives the chunks themselves, as queries need them.
+    order : int array (b|1, g|1, r|1, length)
+        The position that each row of the arrays stands for; rows that stand for none must be invisible in the block.
+    """
+
+    batched = True
+
+    def __init__(self, start: int, stop: int, size: int, reach: int = 1, order: Any = None) -> None:
+        self.start, self.stop, self.size, self.reach, self.order = start, stop, size, reach, order
+
+    def __repr__(self) -> str:
+        return f"Windows({self.start}, {self.stop}, size={self.size}, reach={self.reach})"
+
+    @property
+    def pairs_axes(self) -> tuple[int, ...]:
+        return self.stop - self.start, self.reach * self.size
+
+    def positions(self, xp: Any) -> Any:
+        """Integer positions (..., n, a)."""
+        return self.take_last(to_namespace(self.order, xp))
+
+    def _rows(self, ahead: int) -> slice:
+        return slice((self.start + ahead) * self.size, (self.stop + ahead) * self.size)
+
+    def take(self, x: Any) -> Any:
+        xp = namespace(x)
+        shape = (*x.shape[:-2], self.stop - self.start, self.size, x.shape[-1])
+        parts = [xp.reshape(x[..., self._rows(ahead), :], shape) for ahead in range(self.reach)]
+        return parts[0] if self.reach == 1 else xp.concat(parts, axis=-2)
+
+    def take_last(self, x: Any) -> Any:
+        xp = namespace(x)
+        shape = (*x.shape[:-1], self.stop - self.start, self.size)
+        parts = [xp.reshape(x[..., self._rows(ahead)], shape) for ahead in range(self.reach)]
+        return parts[0] if self.reach == 1 else xp.concat(parts, axis=-1)
+
+    def assign(self, backend: Any, x: Any, values: Any) -> Any:
+        n, a, d = values.shape[-3:]
+        rows = namespace(x).reshape(values, (*values.shape[:-3], n * a, d))
+        return backend.assign(x, (..., self._rows(0), slice(None)), rows)
+
+    def assign_last(self, backend: Any, x: Any, values: Any) -> Any:
+        rows = namespace(x).reshape(values, (*values.shape[:-2], values.shape[-2] * values.shape[-1]))
+        return backend.assign(x, (..., self._rows(0)), rows)
+
+    def accumulate(self, backend: Any, x: Any, values: Any) -> Any:
+        n, d = values.shape[-3], values.shape[-1]
+        for ahead in range(self.reach):
+            part = values[..., ahead * self.size : (ahead + 1) * self.size, :]
+            part = namespace(x).reshape(part, (*values.shape[:-3], n * self.size, d))
+            x = backend.accumulate(x, (..., self._rows(ahead), slice(None)), part)
+        return x
+
+
+def take_order(x: Any, order: Any) -> Any:
+    """x (*lead, length, d) at order (*lead|1, a) -> (*lead, a, d)."""
+    return _take_rows(x, namespace(order).expand_dims(order, axis=-2))[..., 0, :, :]
 
 
 def _take_rows(x: Any, index: Any) -> Any:
