@@ -231,6 +231,7 @@ def prepare(
     extra_pattern: Any = None,
     blocks: Callable[..., Any] | None = None,
     extra_terms: Callable[..., Sequence[Any]] | None = None,
+    apart: bool = False,
     **options: Any,
 ) -> Prepared:
     """Check q (..., h, q, d), k (..., g, k, d), v (..., g, k, e) and the shared options; build the problem.
@@ -238,6 +239,7 @@ def prepare(
     ``extra_pattern`` is the mechanism's own, joined by "and".  ``blocks(visibility, group)`` lists the mechanism's own
     blocks, given everything else that restricts visibility; without it the core cuts slices.  ``extra_terms(layout, lead)``
     gives score terms that come first; what they add up stands in ``Prepared.gradients`` as they laid it out.
+    ``apart``: the blocks of one key head are not those of another.
     """
     options = {**SHARED, **options}
     xp = namespace(q, k, v)
@@ -345,6 +347,7 @@ def prepare(
         dropout=_dropout(options, spread),
         rows=rows,
         tile=_tile(algorithm, options["keep_weights"], layout.r, n_q, n_k),
+        apart=apart,
     )
     prepared = Prepared(problem, backend, shape, layout)
     prepared.given = given

@@ -137,7 +137,8 @@ class AttentionProblem:
     ``q`` (b,g,r,q,d), ``k`` (b|1,g,k,d), ``v`` (b|1,g,k,e) in the compute dtype; ``terms`` act on the logits in order;
     ``visibility`` is a Pattern or None; ``blocks(group)`` lists the blocks (None: slices cut by the core); ``sinks``
     (g,r,n) or None; ``dropout`` a pair (keep mask (b|1,g|1,r|1,q|1,k|1), factor) or None; ``rows`` real query counts per
-    batch or None.  ``heads`` (g,r) holds the number of each query head in the caller's order.
+    batch or None.  ``heads`` (g,r) holds the number of each query head in the caller's order.  ``apart``: key heads are never
+    computed together, because their blocks differ.
     """
 
     q: Any
@@ -153,3 +154,4 @@ class AttentionProblem:
     dropout: tuple[Any, float] | None = None
     rows: Any = None
     tile: tuple[int, int] | None = None
+    apart: bool = False
