@@ -11,7 +11,7 @@
 import importlib
 from typing import Any
 
-from refattn import cost, patterns, positions
+from refattn import cost, layers, memory, patterns, positions
 from refattn.attention import *  # noqa: F403
 from refattn.attention import __all__ as _mechanism_names
 from refattn.contraction import einsum
@@ -29,8 +29,10 @@ __all__ = [
     "assert_matches",
     "cost",
     "einsum",
+    "layers",
     "logsumexp",
     "mechanisms",
+    "memory",
     "merge",
     "patterns",
     "positions",
