@@ -1,7 +1,8 @@
 """A child process that runs a candidate under a time and a memory limit, and outlives none of its mistakes.
 
-:class:`Child` starts a fresh interpreter (no fork), in which :func:`serve` loads the candidate and answers one request per line of JSON on its standard input; arrays travel in safetensors files of a temporary folder.
-What the candidate prints goes to a log, whose end is shown when the process dies.
+:class:`Child` starts a fresh interpreter (no fork), in which :func:`serve` loads the candidate and answers one request
+per line of JSON on its standard input; arrays travel in safetensors files of a temporary folder.  What the candidate prints
+goes to a log, whose end is shown when the process dies.
 
 - *Time*: at the limit the child writes where it hangs into the log and ends; the parent kills it a second later if it did not.
 - *Memory*: where the system has ``RLIMIT_AS``, the address space may grow by the limit over what the child held once the
@@ -69,7 +70,7 @@ class _Watched:
             return 0  # no /proc here, or the process is gone
 
     def kill(self) -> None:
-        """End the process and whatever it started."""
+        """End the process and whatever it started (its session may outlive it)."""
         if hasattr(os, "killpg"):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -83,8 +84,7 @@ class _Watched:
         return "\n".join(x for x in lines if not x.startswith("Extension modules:"))[-_LOG_TAIL:].strip()
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.kill()
+        self.kill()
         self._log_file.close()
 
     def ending(self, elapsed: float, seconds: float) -> Reply:
@@ -233,6 +233,10 @@ def serve() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what the candidate prints belongs to the log
     faulthandler.enable()
+    with contextlib.suppress(ImportError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     from refattn.verification import candidate
 
     adapter: Any = None
