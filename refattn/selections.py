@@ -10,7 +10,7 @@ from typing import Any
 
 from refattn.arrays import namespace, to_namespace
 
-__all__ = ["Index", "Span", "Windows", "take_order", "take_pairs"]
+__all__ = ["Index", "Lattice", "Span", "Windows", "take_order", "take_pairs"]
 
 
 class Span:

@@ -1,8 +1,15 @@
 """One file per mechanism."""
 
 from refattn.attention.compressive import compressive_attention
+from refattn.attention.local import local_attention
 from refattn.attention.lsh import lsh_attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 from refattn.attention.transformer_xl import transformer_xl_attention
 
-__all__ = ["compressive_attention", "lsh_attention", "scaled_dot_product_attention", "transformer_xl_attention"]
+__all__ = [
+    "compressive_attention",
+    "local_attention",
+    "lsh_attention",
+    "scaled_dot_product_attention",
+    "transformer_xl_attention",
+]
