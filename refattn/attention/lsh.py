@@ -196,6 +196,8 @@ def forward(
             chunk,
             keep if padding_bucket else None,
         )
+    if t == 0:
+        before = after = 0
     if wrap == "global" and t % chunk:
         raise ValueError(f'wrap="global" needs a length that is a multiple of chunk: t is {t} and chunk is {chunk}')
     plan = Plan(

@@ -60,7 +60,7 @@ def hash_buckets(x: Any, rotations: Any, factors: tuple[int, ...]) -> Any:
     step = max(1, HASHED // max(1, b * h * s * n))
     parts = []
     for start in range(0, max(t, 1), step):
-        projected = xp.matmul(x[:, :, start : start + step, :], columns)
+        projected = xp.matmul(x[:, :, start : min(start + step, t), :], columns)
         projected = xp.reshape(projected, (b, h, projected.shape[2], s, n))
         bucket, base, column = None, 1, 0
         for factor in factors:
@@ -228,7 +228,7 @@ class Units:
         plan = self.plan
         units = rows.shape[0] * rows.shape[1]
         step = max(1, PAIRS // max(1, units * plan.chunk * plan.chunk * plan.reach))
-        step = {"auto": step, "whole": plan.chunks, "tiled": -(-plan.chunks // 3)}[plan.algorithm]
+        step = {"auto": step, "whole": max(1, plan.chunks), "tiled": max(1, plan.chunks // 3)}[plan.algorithm]
         show = self._shows(s, rows, keys)
         for start in range(0, plan.chunks, step):
             stop = min(start + step, plan.chunks)
