@@ -17,7 +17,7 @@ from refattn.patterns import Pattern
 from refattn.records import Block
 from refattn.selections import Lattice, Span
 
-__all__ = ["Maker", "banded", "one_length", "tiled"]
+__all__ = ["Maker", "banded", "one_length", "some", "tiled"]
 
 
 class Maker:
@@ -92,7 +92,7 @@ def tiled(make: Maker, pattern: Pattern) -> Iterator[Block]:
             kind = pattern.classify(*queries.extent, *keys.extent, **make.sizes)
             if kind != "empty":
                 own = None if kind == "full" else np.asarray(pattern.tile(*queries.extent, *keys.extent, **make.sizes))
-                yield from _some(make.block(queries, keys, own))
+                yield from some(make.block(queries, keys, own))
 
 
 def banded(
@@ -122,13 +122,14 @@ def banded(
         n = min(step, last - c)
         queries = Lattice(c * size, n, size)
         for shift, seen in own.items():
-            yield from _some(make.block(queries, Lattice((c - shift) * size, n, size), seen))
+            yield from some(make.block(queries, Lattice((c - shift) * size, n, size), seen))
     for c in (*range(first), *range(last, math.ceil(length / size))):
         queries = Span(c * size, min((c + 1) * size, length))
         keys = Span(max(0, (c - behind) * size), min((c + ahead + 1) * size, length))
         i, j = (np.arange(*x.extent) for x in (queries, keys))
-        yield from _some(make.block(queries, keys, sees(i[:, None], j[None, :])))
+        yield from some(make.block(queries, keys, sees(i[:, None], j[None, :])))
 
 
-def _some(block: Block | None) -> tuple[Block, ...]:
+def some(block: Block | None) -> tuple[Block, ...]:
+    """The block, if there is one."""
     return () if block is None else (block,)

@@ -39,6 +39,7 @@ from refattn.arrays import is_array, is_bool, is_integer, namespace, require_int
 __all__ = [
     "Pattern",
     "blocks",
+    "by_head",
     "causal",
     "dense",
     "dilated",
@@ -1092,6 +1093,66 @@ class _Not(_Combination):
         return None if count is None else m - count
 
 
+class _ByHead(Pattern):
+    """A pattern for each head."""
+
+    def __init__(self, parts: Sequence[Pattern], which: Any) -> None:
+        parts, which = tuple(parts), _host_ints("which", which)
+        if not all(isinstance(p, Pattern) and p.heads == 1 for p in parts):
+            raise TypeError(f"parts are {parts!r}: expected patterns that do not distinguish heads")
+        if which.ndim != 1 or not which.size or which.min() < 0 or which.max() >= len(parts):
+            raise ValueError(f"which is {which.tolist()}: expected for each head a number below {len(parts)}")
+        super().__init__("by_head", parts, which)
+        self._parts, self._which = parts, which
+        self.heads = which.size
+
+    @property
+    def batch(self) -> int:  # type: ignore[override]
+        return max(p.batch for p in self._parts)
+
+    def _check(self, q: int, k: int) -> None:
+        for part in self._parts:
+            part._check(q, k)
+
+    def _fit_batch(self, batch: tuple[int, ...]) -> Pattern:
+        return _ByHead([p._fit_batch(batch) for p in self._parts], self._which)
+
+    def _asked(self, h: Which) -> list[Pattern]:
+        which = self._which if h is None else self._which[np.asarray(h).reshape(-1)]
+        return [self._parts[n] for n in np.unique(which)]
+
+    def _by_head(self, xp: Any, h: Any, answers: Iterable[Any]) -> Any:
+        """The answer of each head's part; the answers are bool arrays."""
+        own = int(self._which[0]) if self.heads == 1 else self._lookup(xp, "_which", self._need(h, "h"))
+        seen = None
+        for n, answer in enumerate(answers):
+            here = answer & (own == n)
+            seen = here if seen is None else seen | here
+        return seen
+
+    def _visible(self, xp: Any, i: Any, j: Any, b: Any, h: Any, *, q: int, k: int) -> Any:
+        return self._by_head(xp, h, (p._visible(xp, i, j, b, h, q=q, k=k) for p in self._parts))
+
+    def _classify(self, i0: int, i1: int, j0: int, j1: int, q: int, k: int, b: Which, h: Which) -> str:
+        kinds = {p._classify(i0, i1, j0, j1, q, k, b, None) for p in self._asked(h)}
+        return kinds.pop() if len(kinds) == 1 else "partial"
+
+    def _key_range(self, i0: int, i1: int, q: int, k: int, b: Which, h: Which) -> tuple[int, int]:
+        ranges = [p.key_range(i0, i1, q=q, k=k, b=b) for p in self._asked(h)]
+        ranges = [r for r in ranges if r[0] < r[1]]
+        return (min(r[0] for r in ranges), max(r[1] for r in ranges)) if ranges else (0, 0)
+
+    def _below(self, i: np.ndarray, m: Any, b: Any, h: Any, q: int, k: int) -> Any:
+        own = self._which[0] if self.heads == 1 else self._which[self._need(h, "h")]
+        total: Any = 0
+        for n, part in enumerate(self._parts):
+            count = part._below(i, m, b, h, q, k)
+            if count is None:
+                return None
+            total = total + count * (own == n)
+        return total
+
+
 # ---------------------------------------------------------------------- small helpers
 
 
@@ -1266,6 +1327,11 @@ def dense(mask: Any) -> Pattern:
     The array is not copied: it must not change while the pattern is in use.
     """
     return _Dense(mask)
+
+
+def by_head(parts: Sequence[Pattern], which: Any) -> Pattern:
+    """A pattern for each head: head h has ``parts[which[h]]``; ``which`` ints (h,)."""
+    return _ByHead(parts, which)
 
 
 def mask_mod(function: Callable[..., Any]) -> Pattern:

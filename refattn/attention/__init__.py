@@ -4,6 +4,7 @@ from refattn.attention.compressive import compressive_attention
 from refattn.attention.local import local_attention
 from refattn.attention.lsh import lsh_attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
+from refattn.attention.sparse_transformer import sparse_transformer_attention
 from refattn.attention.transformer_xl import transformer_xl_attention
 
 __all__ = [
@@ -11,5 +12,6 @@ __all__ = [
     "local_attention",
     "lsh_attention",
     "scaled_dot_product_attention",
+    "sparse_transformer_attention",
     "transformer_xl_attention",
 ]

@@ -366,8 +366,9 @@ _own: tuple[Mutation, ...] = (
     _other_sets(
         "local_first_block_empty",
         "blocks without a full look-back see only themselves",
-        lambda t, block, behind, ahead, exact, right: right
-        & ((np.arange(t)[:, None] >= block * behind) | _sets(t, block, 0, 0, False)),
+        lambda t, block, behind, ahead, exact, right: (
+            right & ((np.arange(t)[:, None] >= block * behind) | _sets(t, block, 0, 0, False))
+        ),
     ),
 )
 
