@@ -140,25 +140,30 @@ def test_online_softmax_backward(name, dtype):
 
 
 @pytest.mark.parametrize("poisoned", ["k", "v"])
-def test_online_softmax_keeps_poison_in_its_rows(poisoned):
+@pytest.mark.parametrize("hidden_by", ["mask", "bias"])
+def test_online_softmax_keeps_poison_in_its_rows(poisoned, hidden_by):
     given = arrays(h=2)
     seen = np.ones((53, 97), dtype=bool)
     seen[:, 60] = np.arange(53) < 2
-    clean = online_softmax.attention(**given, mask=seen)
+
+    def hide(seen):
+        return {"mask": seen} if hidden_by == "mask" else {"bias": np.where(seen, 0.0, -np.inf)}
+
+    clean = online_softmax.attention(**given, **hide(seen))
     d_output = np.ones_like(clean[0])
-    clean_gradients = online_softmax.attention_backward(d_output, **given, mask=seen)
+    clean_gradients = online_softmax.attention_backward(d_output, **given, **hide(seen))
     given[poisoned][:, :, 60] = np.nan
-    output, lse = online_softmax.attention(**given, mask=seen)
+    output, lse = online_softmax.attention(**given, **hide(seen))
     assert np.isnan(output[:, :, :2]).all()
     np.testing.assert_allclose(output[:, :, 2:], clean[0][:, :, 2:], rtol=0, atol=1e-15)
     np.testing.assert_array_equal(lse[:, :, 2:], clean[1][:, :, 2:])
-    d_q, _, _ = online_softmax.attention_backward(d_output, **given, mask=seen)
+    d_q, _, _ = online_softmax.attention_backward(d_output, **given, **hide(seen))
     assert np.isnan(d_q[:, :, :2]).all()
     np.testing.assert_allclose(d_q[:, :, 2:], clean_gradients[0][:, :, 2:], rtol=0, atol=1e-14)
     seen[:, 60] = False
-    hidden = online_softmax.attention(**given, mask=seen)
+    hidden = online_softmax.attention(**given, **hide(seen))
     assert np.isfinite(hidden[0]).all()
-    assert all(np.isfinite(g).all() for g in online_softmax.attention_backward(d_output, **given, mask=seen))
+    assert all(np.isfinite(g).all() for g in online_softmax.attention_backward(d_output, **given, **hide(seen)))
 
 
 def test_online_softmax_far_below_zero():
