@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from refattn import normalization
-from refattn.arrays import namespace, real, require_axes, require_finite, require_integer, require_one_of
+from refattn.arrays import namespace, real, require_finite, require_integer, require_one_of
 from refattn.contraction import einsum
 from refattn.mechanism import function
 from refattn.records import Result
