@@ -16,6 +16,7 @@ extensions = [
     "numpydoc",
     "sphinx.ext.autodoc",
     "sphinx.ext.mathjax",
+    "absolute_values",
     "mechanism_facts",
 ]
 exclude_patterns = ["_build", "accuracy_table.md", "mechanisms/_template.md"]
