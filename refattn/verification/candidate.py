@@ -323,14 +323,12 @@ class Adapter:
             raise Unsupported("it wants as many value channels as query channels")
         given = {**call.arrays, **options}
         original = {n: self._turn_in(n, x) for n, x in given.items() if isinstance(x, np.ndarray)}
-        host = {n: exchange.clone(x) for n, x in original.items()}
-        if writeable:
-            for x in host.values():
-                x.flags.writeable = True
+        writeable = writeable or self.framework_name != "numpy"  # NumPy alone knows read-only memory
+        host = {n: exchange.clone(x, writeable=writeable) for n, x in original.items()}
         cotangents = dict(call.cotangents or {})
         if self.conventions.lse_gradient is False:
             cotangents.pop("lse", None)
-        cotangents = {n: np.ascontiguousarray(self._result_in(n, x)) for n, x in cotangents.items()}
+        cotangents = {n: np.array(self._result_in(n, x), order="C") for n, x in cotangents.items()}
         x64 = any(x.dtype == np.float64 for x in host.values())
         with self.framework.scope(x64):
             handed = {n: self.framework.bring(host[n]) if n in host else x for n, x in given.items()}

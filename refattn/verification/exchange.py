@@ -155,6 +155,7 @@ def in_form(x: np.ndarray, form: Mapping[str, Any] | None) -> np.ndarray:
     return result
 
 
-def clone(x: np.ndarray) -> np.ndarray:
-    """Copy of an array with the same strides and writeable flag."""
-    return in_form(compact(x), memory_form(x))
+def clone(x: np.ndarray, *, writeable: bool = False) -> np.ndarray:
+    """Copy of an array with the same strides; writeable like the array, or in any case."""
+    form = memory_form(x)
+    return in_form(compact(x), form and {**form, "writeable": writeable or form["writeable"]})

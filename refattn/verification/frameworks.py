@@ -31,7 +31,7 @@ class Framework:
     differentiates = False
 
     def bring(self, x: np.ndarray) -> Any:
-        """The array in this library; ``x`` is the candidate's own copy, strides included."""
+        """The array in this library; ``x`` is the candidate's own writeable copy, strides included."""
         return x
 
     def back(self, x: Any) -> np.ndarray:
@@ -80,7 +80,6 @@ class Torch(Framework):
 
         if any(s < 0 for s in x.strides):
             raise Unsupported("torch has no negative strides")
-        x.flags.writeable = True  # torch knows no read-only memory; x is a copy made for this call
         if x.dtype == _BFLOAT16:
             t = torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
         else:
