@@ -17,7 +17,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.mathjax",
     "absolute_values",
-    "mechanism_facts",
+    "from_the_package",
 ]
 exclude_patterns = ["_build", "accuracy_table.md", "mechanisms/_template.md"]
 source_suffix = {".md": "markdown"}

@@ -26,6 +26,14 @@ def test_every_public_name_is_documented():
     assert [name for name in refattn.__all__ if name not in documented] == []
 
 
+def test_every_public_module_is_documented_whole():
+    modules = [name for name in refattn.__all__ if inspect.ismodule(getattr(refattn, name))]
+    assert modules
+    assert [
+        name for name in modules if not re.search(rf"(\{{public\}}|automodule::) refattn\.{name}\n", PAGES["api.md"])
+    ] == []
+
+
 @pytest.mark.parametrize("name", list(refattn.mechanisms))
 def test_every_mechanism_has_a_page(name):
     page = PAGES[f"mechanisms/{name}.md"]
