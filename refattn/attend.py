@@ -36,10 +36,11 @@ __all__ = [
     "listed_blocks",
     "merged",
     "product",
+    "rows_of_logits",
     "slice_blocks",
 ]
 
-ROWS, KEYS = 128, 1024
+ROWS, KEYS = 128, 2048
 """Rows (query heads of one key head x queries) and keys of a tile: a few such tiles stay in a core's cache."""
 SMALL = 1 << 18
 """Pairs up to which several (batch, key head) units share a block."""
@@ -283,6 +284,28 @@ def _logits(view: View, k: Any, neutral: bool) -> tuple[Any, list[Any]]:
     return logits, kept
 
 
+def rows_of_logits(problem: AttentionProblem, group: Group, backend: Any) -> Iterator[Any]:
+    """Real parts of the logits of a group over all keys, (b,g,r,a,k) for one run of queries after the other.
+
+    They are those that meet visibility; -inf stands where a pair is invisible, +inf for NaN.  For mechanisms that compare.
+    """
+    xp = backend.xp
+    view = View(problem, group, backend, gradient=False)
+    q, k = view.own(problem.q), view.own(problem.k)[:, :, None, ...]
+    n_k = k.shape[-2]
+    asked = {"q": q.shape[-2], "k": n_k, "b": group.batches.tolist(), "h": group.heads.reshape(-1).tolist()}
+    rows = max(16, SMALL // max(1, math.prod(q.shape[:3]) * n_k))
+    for i0 in range(*group.q, rows):
+        i1 = min(i0 + rows, group.q[1])
+        pattern = problem.visibility
+        seen = None if pattern is None or pattern.classify(i0, i1, 0, n_k, **asked) == "full" else True
+        view.enter(Block(Span(i0, i1), Span(0, n_k), seen and _Tile(problem, group, i0, i1, 0, n_k, xp)))
+        view.q = view.queries.take(q) * problem.scale
+        s = real(_logits(view, k, neutral=False)[0])
+        s = xp.where(xp.isnan(s), xp.full_like(s, math.inf), s)
+        yield s if view.visible is None else xp.where(view.visible, s, xp.full_like(s, -math.inf))
+
+
 # ------------------------------------------------------------------------------------------------ forward
 
 
@@ -321,7 +344,7 @@ def forward(problem: AttentionProblem, backend: Any, *, keep: bool = False) -> F
         lse = backend.assign(lse, index, z)
         if keep:
             logits, seen = backend.assign(logits, index, s), backend.assign(seen, index, m)
-    return _finish(problem, backend, output, lse, logits, seen)
+    return finish(problem, backend, output, lse, logits, seen)
 
 
 def forward_group(problem: AttentionProblem, group: Group, backend: Any, keep: bool = False) -> tuple[Any, ...]:
@@ -412,8 +435,10 @@ def _weighted(xp: Any, w: Any, x: Any) -> Any:
     return xp.where(w == 0, xp.zeros_like(x), w * x)
 
 
-def _finish(problem: AttentionProblem, backend: Any, output: Any, lse: Any, logits: Any, seen: Any) -> Forward:
-    """Sinks, padded rows, and the kept weights."""
+def finish(
+    problem: AttentionProblem, backend: Any, output: Any, lse: Any, logits: Any = None, seen: Any = None
+) -> Forward:
+    """What comes after the sum over keys: sinks, padded rows, and the kept weights."""
     xp = backend.xp
     keys = lse
     with backend.quiet():

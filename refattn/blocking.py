@@ -58,6 +58,12 @@ class Maker:
             return Block(queries, keys, None if mask is None else lambda: mask)
         return Block(queries, keys, lambda: self._visible(queries, keys, mask))
 
+    def listed(self, queries: Any, keys: Any, mask: Any) -> Block:
+        """A block whose keys are lists; ``mask`` (in ``xp``): the slots that hold a key."""
+        if self.visibility is None:
+            return Block(queries, keys, lambda: mask)
+        return Block(queries, keys, lambda: self._visible(queries, keys, mask))
+
     def _visible(self, queries: Any, keys: Any, mask: Any) -> Any:
         xp = self.xp
         if isinstance(queries, Span) and isinstance(keys, Span):

@@ -169,6 +169,14 @@ class Pattern:
         j0, j1 = max(int(j0), 0), min(int(j1), k)
         return (j0, j1) if j0 < j1 else (0, 0)
 
+    def interval(self, i: np.ndarray, *, q: int, k: int, b: Any = None, h: Any = None) -> tuple[Any, Any] | None:
+        """(j0, j1), each broadcasting with i, if every row i sees exactly the keys j0 <= j < j1 (not yet cut to 0 and k).
+
+        None where a row's keys are no such run, or are not known to be.  NumPy index arrays that broadcast.
+        """
+        self._check(q, k)
+        return self._interval(i, b, h, q, k)
+
     def to_mask(self, q: int, k: int, batch: int | None = None, heads: int | None = None) -> np.ndarray:
         """The whole pattern as a bool NumPy array, True = may attend.
 
@@ -206,6 +214,19 @@ class Pattern:
                 return self._count_tiles(0, q, 0, k, q, k, b, h)
             total += _total(counts, len(i), copies)
         return total
+
+    def row_counts(self, q: int, k: int, batch: int | None = None, heads: int | None = None) -> np.ndarray:
+        """How many keys each row sees, ints (q,), (heads, q) or (batch, heads, q); axes as in :meth:`to_mask`."""
+        self._check(q, k)
+        b, h = self._everything(batch, heads)
+        i = np.arange(q)
+        counts = self._below(
+            i, k, None if b is None else b[:, None, None], None if h is None else h[:, None], q, k
+        )
+        if counts is None:
+            return np.count_nonzero(self.to_mask(q, k, batch, heads), axis=-1)
+        lead = () if h is None and b is None else (1 if h is None else len(h),)
+        return np.broadcast_to(counts, (*(() if b is None else (len(b),)), *lead, q))
 
     def fit(self, q: int, k: int, *, batch: tuple[int, ...] = (), heads: int | None = None) -> "Pattern":
         """The pattern made ready for one problem.

@@ -3,15 +3,19 @@
 from refattn.attention.compressive import compressive_attention
 from refattn.attention.local import local_attention
 from refattn.attention.lsh import lsh_attention
+from refattn.attention.multi_head import multi_head_attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 from refattn.attention.sparse_transformer import sparse_transformer_attention
+from refattn.attention.topk import topk_attention
 from refattn.attention.transformer_xl import transformer_xl_attention
 
 __all__ = [
     "compressive_attention",
     "local_attention",
     "lsh_attention",
+    "multi_head_attention",
     "scaled_dot_product_attention",
     "sparse_transformer_attention",
+    "topk_attention",
     "transformer_xl_attention",
 ]

@@ -1,0 +1,542 @@
+r"""Exact top-k attention: every query attends to the keys with its largest logits.
+
+    chosen[h,q,:] = the ``count`` largest logits[h,q,k] among visible keys        or ``indices`` as given
+    output[h,q,e] = sum_{k in chosen} exp(logits[h,q,k] - lse[h,q]) * v[h,k,e]    lse[h,q] = ln sum_{k in chosen} exp(logits)
+
+======  ==========================================  ==================
+letter  axis                                        where
+======  ==========================================  ==================
+...     any batch axes, broadcast as in matmul      all
+h       head                                        all
+q, k    query position, key position                q, output; k, v
+n       place among the chosen                      indices
+d, e    query/key channel, value channel            q, k; v, output
+======  ==========================================  ==================
+
+Conventions: logits are compared as they meet visibility (scaled, capped, with bias and ALiBi); equal ones go to the lower
+index; a row that sees fewer keys has -1 in the places left.  The choice is held fixed by the gradient, which reaches the
+chosen pairs alone.  A NaN logit counts as the largest, so that it shows.
+
+This is what hashing and clustering approximate.  Source: Kitaev et al. 2020, arXiv:2001.04451, section 2 (the nearest keys
+dominate the softmax); Gupta et al. 2021, arXiv:2106.06899, section 2 (exact top-k in blocks of queries).
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from refattn import attend, backends, options, patterns
+from refattn import cost as costs
+from refattn.arrays import device, is_array, is_integer, require_integer, require_one_of, to_namespace, to_numpy
+from refattn.attention.dense_definition import definition as dense_definition
+from refattn.attention.dense_definition import visible_pairs
+from refattn.attention.dense_mistakes import mutations_for
+from refattn.attention.dense_steps import Steps
+from refattn.blocking import Maker
+from refattn.mechanism import mechanism
+from refattn.records import Block, Cost, Mutation, Result
+from refattn.selections import Index, Lattice
+
+__all__ = ["topk_attention"]
+
+_SHARED = tuple(n for n in options.SHARED if n != "head_map")
+_GATHERED = 1 << 21
+"""Numbers (pairs x channels) that one block may gather."""
+
+
+# ---------------------------------------------------------------------- the choice
+
+
+def _choose(prepared: options.Prepared, count: int) -> Any:
+    """(b, h, q, count) ints: keys by falling logit, -1 where a row sees no more."""
+    problem, backend = prepared.problem, prepared.backend
+    xp = backend.xp
+    b, g, r, q, _ = problem.q.shape
+    chosen = xp.full((b, g, r, q, count), -1, dtype=xp.int64, device=device(problem.q))
+    tasks = attend.groups(problem)
+
+    def run(group: attend.Group) -> Any:
+        with backend.quiet():
+            parts = []
+            for logits in attend.rows_of_logits(problem, group, backend):
+                order = xp.astype(backend.top_k(logits, count), xp.int64)
+                taken = xp.take_along_axis(logits, order, axis=-1)
+                parts.append(xp.where(taken == -xp.inf, xp.full_like(order, -1), order))
+            return xp.concat(parts, axis=-2) if parts else None
+
+    for group, part in zip(tasks, backend.map(run, tasks, work=b * g * r * q * problem.k.shape[-2]), strict=True):
+        if part is not None:
+            chosen = backend.assign(chosen, (group.b, group.g, slice(None), slice(*group.q), ...), part)
+    return xp.reshape(chosen, (b, g * r, q, count))
+
+
+def _given(indices: Any, lead: tuple[int, ...], h: int, n_q: int, n_k: int) -> np.ndarray:
+    """The caller's indices, checked, as host ints (..., h, q, n)."""
+    if not is_array(indices) or not is_integer(indices.dtype):
+        kind = f"has dtype {indices.dtype}" if is_array(indices) else f"is a {type(indices).__name__}"
+        raise TypeError(f"indices {kind}: expected an int array (..., h, q, n), -1 = none")
+    host = to_numpy(indices).astype(np.int64)
+    want = (*lead, h, n_q)
+    fits = host.ndim >= 1 and host.ndim - 1 <= len(want)
+    fits = fits and all(m in (1, n) for m, n in zip(reversed(host.shape[:-1]), reversed(want), strict=False))
+    if not fits:
+        raise ValueError(f"indices has shape {host.shape}: expected (..., h, q, n) with (..., h, q) = {want}")
+    if host.size and (host.min() < -1 or host.max() >= n_k):
+        wrong = host[(host < -1) | (host >= n_k)][0]
+        raise ValueError(f"indices contains {wrong}: expected keys 0 ... {n_k - 1}, or -1 for none")
+    ordered = np.sort(host, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    if twice.any():
+        at = tuple(int(n) for n in np.argwhere(twice)[0][:-1])
+        raise ValueError(f"indices names key {ordered[..., 1:][twice][0]} twice in row {at}: expected each key once")
+    return np.broadcast_to(host, (*want, host.shape[-1]))
+
+
+def _arguments(count: Any, indices: Any, n_k: int) -> int | None:
+    """The count, checked; None where indices are given."""
+    if (count is None) == (indices is None):
+        what = "neither" if count is None else "both"
+        raise TypeError(f"{what} of count and indices given: expected one of them")
+    if count is None:
+        return None
+    count = require_integer("count", count, minimum=1)
+    if count > n_k:
+        raise ValueError(f"count is {count}, but there are {n_k} keys: expected at most as many")
+    return count
+
+
+# ---------------------------------------------------------------------- blocks
+
+
+def _blocks(indices: Any, n_q: int, n_k: int, channels: int, xp: Any, like: Any) -> Callable[..., Iterator[Block]]:
+    """Each query a block of its own, with the keys that were chosen for it; indices (b, h, q, n)."""
+    n = indices.shape[-1]
+
+    def blocks(visibility: patterns.Pattern | None, group: attend.Group) -> Iterator[Block]:
+        make = Maker(visibility, group, n_q, n_k, xp, like)
+        rows = max(1, _GATHERED // max(1, make.units * n * channels))
+        if not n:
+            return
+        for start in range(0, n_q, rows):
+            stop = min(start + rows, n_q)
+            own = indices[group.b, group.g, start:stop, :][:, :, None, ...]  # (b, g, r = 1, rows, n)
+            absent = own < 0
+            keys = Index(xp.where(absent, xp.zeros_like(own), own))
+            queries = Lattice(start, stop - start, 1)
+            yield make.listed(queries, keys, xp.logical_not(absent)[..., None, :])
+
+    return blocks
+
+
+def _mask(indices: np.ndarray, n_k: int) -> np.ndarray:
+    """(..., q, n) ints as (..., q, k) bool."""
+    places = np.zeros((*indices.shape[:-1], n_k + 1), dtype=bool)
+    np.put_along_axis(places, np.where(indices < 0, n_k, indices), True, axis=-1)
+    return places[..., :n_k]
+
+
+# ---------------------------------------------------------------------- forward and backward
+
+
+@options.takes(*_SHARED)
+def forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    count: int | None = None,
+    indices: Any = None,
+    backend: Any,
+    algorithm: str,
+    **shared: Any,
+) -> tuple[Result, Any]:
+    """softmax(scale q k^T, over the chosen keys of each query) v.
+
+    Parameters
+    ----------
+    q : array (..., h, q, d)
+    k : array (..., h, k, d)
+    v : array (..., h, k, e)
+    count : int
+        Keys chosen for a query, 1 ... k: those with the largest logits.
+    indices : int array, broadcasts to (..., h, q, n)
+        The chosen keys, instead of ``count``; -1 = none.  Visibility still applies to them.
+    {shared}
+
+    Returns
+    -------
+    output : array (..., h, q, e), in the dtype of the inputs
+    lse : array (..., h, q), in the compute dtype (float32 for half inputs)
+    indices : int64 array (..., h, q, n)
+        The chosen keys by falling logit, or those given.
+
+    Raises
+    ------
+    ValueError
+        Shapes that disagree, key heads other than query heads, a count below 1 or above the number of keys, indices out of
+        range or twice in a row, a missing ``align``.
+    TypeError
+        Both or neither of count and indices, or arrays of the wrong type.
+
+    Examples
+    --------
+    Logits 0, ln 2, ln 4, of which two are kept: weights 1/3 and 2/3.
+
+    >>> import numpy as np
+    >>> q, k = np.ones((1, 1, 1)), np.log([[[1.0], [2.0], [4.0]]])
+    >>> v = np.array([[[9.0], [3.0], [6.0]]])
+    >>> result = topk_attention.forward(q, k, v, count=2)
+    >>> result.indices.tolist(), round(float(result.output[0, 0, 0]), 12)
+    ([[[2, 1]]], 5.0)
+    """
+    h, n_q, n_k = _sizes(q, k)
+    count = _arguments(count, indices, n_k)
+    arguments = {"backend": backend, "algorithm": algorithm, **shared}
+    whole = algorithm == "whole" or bool(shared.get("keep_weights"))
+    search = options.prepare(q, k, v, **arguments)
+    xp, lead = search.backend.xp, search.shape["lead"]
+    if count is None:
+        chosen = to_namespace(_given(indices, lead, h, n_q, n_k).copy(), xp, like=q)
+    else:
+        chosen = xp.reshape(_choose(search, count), (*lead, h, n_q, count))
+    if whole:
+        own = {"extra_pattern": patterns.dense(_mask(to_numpy(chosen), n_k))}
+    else:
+        flat = xp.reshape(chosen, (-1, h, n_q, chosen.shape[-1])) if chosen.size else chosen
+        own = {"blocks": _blocks(flat, n_q, n_k, max(q.shape[-1], v.shape[-1]), xp, q)}
+    prepared = options.prepare(q, k, v, **own, **arguments)
+    result, saved = prepared.run(keep=shared.get("keep_weights", False))
+    return Result(**result.fields, indices=chosen), (prepared, saved)
+
+
+def _sizes(q: Any, k: Any) -> tuple[int, int, int]:
+    if q.ndim < 3 or k.ndim < 3:
+        raise ValueError(f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}: expected at least 3 axes each")
+    if q.shape[-3] != k.shape[-3]:
+        raise ValueError(f"heads: q has {q.shape[-3]} and k has {k.shape[-3]}: topk_attention expects the same number")
+    return q.shape[-3], q.shape[-2], k.shape[-2]
+
+
+def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
+    """Cotangents of q, k, v and the shared options, over the chosen pairs (derivation: ``refattn.attend.backward``)."""
+    prepared, forward_state = saved
+    return prepared.gradients(forward_state, output, lse)
+
+
+def definition(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, *, count: int | None = None, indices: Any = None, **shared: Any
+) -> Result:
+    """Dense attention whose mask holds the keys that a sort of every row puts first."""
+    if indices is None:
+        indices = _sorted_choice(q, k, v, count, shared)
+    else:
+        lead = np.broadcast_shapes(*(np.shape(x)[:-3] for x in (q, k, v)))
+        indices = np.broadcast_to(indices, (*lead, *q.shape[-3:-1], np.shape(indices)[-1])).astype(np.int64)
+    result = dense_definition(q, k, v, **_with_mask(shared, indices, k.shape[-2]))
+    return Result(**result.fields, indices=indices)
+
+
+_VISIBILITY = (
+    "mask", "pattern", "causal", "align", "window", "query_lengths", "key_lengths", "query_segments", "key_segments",
+)  # fmt: skip
+
+
+def _sorted_choice(q: np.ndarray, k: np.ndarray, v: np.ndarray, count: Any, shared: dict[str, Any]) -> np.ndarray:
+    """(..., h, q, count): keys by falling logit, ties to the lower index, -1 where there are no more."""
+    terms = {n: x for n, x in shared.items() if n not in ("dropout_mask", "dropout_rate", "keep_weights", "sinks")}
+    logits = dense_definition(q, k, v, **terms, keep_weights=True).logits
+    *lead, h, n_q, n_k = logits.shape
+    seen = visible_pairs(tuple(lead), h, n_q, n_k, **{n: x for n, x in shared.items() if n in _VISIBILITY})
+    chosen = np.full((*logits.shape[:-1], count), -1)
+    for row in np.ndindex(logits.shape[:-1]):
+        values = {j: np.inf if np.isnan(x) else x for j, x in enumerate(logits[row]) if seen[row][j] and x != -np.inf}
+        best = sorted(values, key=lambda j: (-values[j], j))[:count]
+        chosen[row][: len(best)] = best
+    return chosen
+
+
+def _with_mask(shared: dict[str, Any], indices: np.ndarray, n_k: int) -> dict[str, Any]:
+    """The shared options with the chosen keys as one more pattern."""
+    more = patterns.dense(_mask(indices, n_k))
+    given = shared.get("pattern")
+    return {**shared, "pattern": more if given is None else given & more}
+
+
+def cost(
+    *,
+    b: int = 1,
+    h: int = 1,
+    q: int,
+    k: int,
+    d: int,
+    e: int | None = None,
+    count: int | None = None,
+    indices: Any = None,
+    dtype: Any = "float32",
+    direction: str = "forward",
+    recompute: bool = False,
+    **shared: Any,
+) -> Cost:
+    """The search has d multiply-adds for every visible pair, then come d + e (backward: 3 d + 2 e) for every chosen one.
+
+    The search computes all q k logits in runs of queries, whatever is visible.  Given ``indices`` are searched for nothing.
+    """
+    e = d if e is None else e
+    costs.require_sizes(b=b, h=h, q=q, k=k, d=d, e=e)
+    require_one_of("direction", direction, costs.DIRECTIONS)
+    searched = _arguments(count, indices, k) is not None
+    rows, size = b * h * q, costs.itemsize(dtype)
+
+    def empty(*shape: int) -> np.ndarray:
+        return np.broadcast_to(np.zeros(()), shape)
+
+    arrays = (empty(b, h, q, d), empty(b, h, k, d), empty(b, h, k, e))
+    visibility = options.prepare(*arrays, backend=backends.resolve("numpy", np), **shared).problem.visibility
+    seen = np.full((b, h, q), k) if visibility is None else visibility.row_counts(q, k, batch=b, heads=h)
+    seen = np.broadcast_to(seen, (b, h, q))
+    if searched:
+        n, chosen, compared = int(count or 0), int(np.minimum(seen, count).sum()), int(seen.sum())
+    else:
+        given = _mask(_given(indices, (b,), h, q, k), k)
+        n, compared = np.shape(indices)[-1], 0
+        chosen = int((given if visibility is None else given & visibility.to_mask(q, k, b, h)).sum())
+    read, written = size * b * h * (q * d + k * (d + e)), rows * (size * e + max(4, size) + 8 * n)
+    forward = Cost(
+        multiplies=compared * d + chosen * (d + e),
+        computed_multiplies=searched * rows * k * d + rows * n * (d + e),
+        elementwise=compared + 4 * chosen + rows * (d + 2 * e),
+        bytes_read=read,
+        bytes_written=written,
+        saved_bytes=read if recompute else read + written,
+        peak_bytes=written + 2 * min(rows * n * (d + e), 2 * _GATHERED) * max(4, size),
+    )
+    backward = Cost(
+        multiplies=chosen * (3 * d + 2 * e),
+        computed_multiplies=rows * n * (3 * d + 2 * e),
+        elementwise=4 * chosen + rows * (2 * d + 2 * e),
+        bytes_read=read + written + rows * size * e,
+        bytes_written=read,
+        peak_bytes=read + 4 * min(rows * n * (d + e), 2 * _GATHERED) * max(4, size),
+    )
+    if recompute:
+        backward = backward + dataclasses.replace(forward, saved_bytes=0)
+    return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
+
+
+def example(
+    rng: np.random.Generator,
+    *,
+    b: int = 2,
+    h: int = 3,
+    q: int = 5,
+    k: int = 7,
+    d: int = 4,
+    e: int = 3,
+    count: int | None = 3,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Normal q (b,h,q,d), k (b,h,k,d), v (b,h,k,e); options are passed through.  count: no more than k; None with indices."""
+    normal = rng.standard_normal
+    arrays = {"q": normal((b, h, q, d)), "k": normal((b, h, k, d)), "v": normal((b, h, k, e))}
+    if "indices" in settings:
+        return {**arrays, **settings}
+    return {**arrays, "count": min(count or 1, k), **settings}
+
+
+# ---------------------------------------------------------------------- mistakes
+
+
+def _chosen(arguments: dict[str, Any]) -> np.ndarray:
+    """The right indices."""
+    if arguments.get("indices") is not None:
+        lead = np.broadcast_shapes(*(np.shape(arguments[n])[:-3] for n in "qkv"))
+        own = np.asarray(arguments["indices"])
+        return np.broadcast_to(own, (*lead, *np.shape(arguments["q"])[-3:-1], own.shape[-1]))
+    q, k, v = (np.asarray(arguments[n], dtype=np.float64) for n in "qkv")
+    return _sorted_choice(q, k, v, arguments["count"], _shared(arguments))
+
+
+def _shared(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {n: x for n, x in arguments.items() if n not in ("q", "k", "v", "count", "indices")}
+
+
+def _as_dense(arguments: dict[str, Any], indices: np.ndarray | None = None) -> dict[str, Any]:
+    """Arguments of dense attention with the chosen keys as a pattern."""
+    indices = _chosen(arguments) if indices is None else indices
+    arrays = {n: arguments[n] for n in "qkv"}
+    return {**arrays, **_with_mask(_shared(arguments), indices, np.shape(arguments["k"])[-2])}
+
+
+def _mistake(
+    class_: str,
+    says: str,
+    change: Callable[[dict[str, Any], np.ndarray], tuple[dict[str, Any], np.ndarray] | None],
+    *,
+    forward: bool = True,
+) -> Mutation:
+    """``change`` gets the arguments and the right indices, and gives those of dense attention and the indices it takes."""
+
+    def run(arguments: dict[str, Any]) -> tuple[Steps, np.ndarray, Result] | None:
+        right = _chosen(arguments)
+        changed = change(arguments, right)
+        if changed is None:
+            return None
+        with np.errstate(all="ignore"):
+            wrong, expected = Steps(changed[0]), Steps(_as_dense(arguments, right))
+            result = wrong.forward()
+            if np.array_equal(result.output, expected.forward().output, equal_nan=True):
+                return None
+        return wrong, changed[1], result
+
+    def mistaken_forward(arguments: dict[str, Any]) -> Result | None:
+        found = run(arguments)
+        return None if found is None else Result(**found[2].fields, indices=found[1])
+
+    def gradients(arguments: dict[str, Any], cotangents: dict[str, Any]) -> dict[str, Any] | None:
+        found = run(arguments)
+        if found is None:
+            return None
+        with np.errstate(all="ignore"):
+            return {n: g for n, g in found[0].backward(cotangents).items() if arguments.get(n) is not None}
+
+    return Mutation(class_, says, forward=mistaken_forward if forward else None, gradients=gradients)
+
+
+def _searched(arguments: dict[str, Any], **changes: Any) -> np.ndarray:
+    """What the search finds with options changed; None takes one away."""
+    changed = {n: x for n, x in {**arguments, **changes}.items() if x is not None}
+    return _chosen(changed)
+
+
+def _found_without(name: str) -> Callable[..., Any]:
+    """The search leaves an option out, the softmax does not."""
+
+    def change(arguments: dict[str, Any], right: np.ndarray) -> Any:
+        if arguments.get("count") is None or arguments.get(name) is None or arguments.get(name) is False:
+            return None
+        found = _searched(arguments, **{name: None})
+        return _as_dense(arguments, found), found
+
+    return change
+
+
+def _count_changed(more: int) -> Callable[..., Any]:
+    def change(arguments: dict[str, Any], right: np.ndarray) -> Any:
+        count = arguments.get("count")
+        if count is None or not 1 <= count + more <= np.shape(arguments["k"])[-2]:
+            return None
+        found = _searched(arguments, count=count + more)
+        return _as_dense(arguments, found), found
+
+    return change
+
+
+def _smallest(arguments: dict[str, Any], right: np.ndarray) -> Any:
+    """The search looks for the smallest q.k."""
+    if arguments.get("count") is None:
+        return None
+    found = _searched(arguments, q=-np.asarray(arguments["q"], dtype=np.float64))
+    return _as_dense(arguments, found), found
+
+
+def _last_tie(arguments: dict[str, Any], right: np.ndarray) -> Any:
+    """Ties to the higher index: the keys are searched from the end."""
+    if arguments.get("count") is None or any(arguments.get(n) is not None for n in _PLACED):
+        return None
+    n_k = np.shape(arguments["k"])[-2]
+    found = _searched(arguments, k=np.asarray(arguments["k"])[..., ::-1, :], v=np.asarray(arguments["v"])[..., ::-1, :])
+    found = np.where(found < 0, -1, n_k - 1 - found)
+    return _as_dense(arguments, found), found
+
+
+_PLACED = (*_VISIBILITY, "bias", "alibi_slopes", "score_mod")
+
+
+def _threshold(arguments: dict[str, Any], right: np.ndarray) -> Any:
+    """Every key at least as large as the smallest chosen one is kept: more than count of them where there are ties."""
+    if arguments.get("count") is None:
+        return None
+    n_k = np.shape(arguments["k"])[-2]
+    every = _searched(arguments, count=n_k)
+    steps = Steps(_as_dense(arguments, every))
+    steps.forward()
+    logits = np.where(_mask(every, n_k), steps.logits, -np.inf)
+    smallest = np.where(_mask(right, n_k), logits, np.inf).min(-1, keepdims=True)
+    kept = logits >= smallest
+    extra = {**{n: arguments[n] for n in "qkv"}, **_shared(arguments)}
+    given = extra.get("pattern")
+    extra["pattern"] = patterns.dense(kept) if given is None else given & patterns.dense(kept)
+    return extra, right
+
+
+def _not_renormalised(arguments: dict[str, Any], right: np.ndarray) -> Any:
+    """The weights of a softmax over all keys, the others set to 0: dropout without rescaling says the same."""
+    if arguments.get("dropout_mask") is not None:
+        return None
+    plain = {**{n: arguments[n] for n in "qkv"}, **_shared(arguments)}
+    return {**plain, "dropout_mask": _mask(right, np.shape(arguments["k"])[-2]), "dropout_rate": 0.0}, right
+
+
+def _first_head(arguments: dict[str, Any], right: np.ndarray) -> Any:
+    found = np.broadcast_to(right[..., :1, :, :], right.shape)
+    return _as_dense(arguments, found), found
+
+
+def _last_key(arguments: dict[str, Any], right: np.ndarray) -> Any:
+    """-1 counts from the end, as it does in Python."""
+    found = np.where(right < 0, np.shape(arguments["k"])[-2] - 1, right)
+    return _as_dense(arguments, found), found
+
+
+def _all_keys(arguments: dict[str, Any], right: np.ndarray) -> Any:
+    return {**{n: arguments[n] for n in "qkv"}, **_shared(arguments)}, right
+
+
+_own: tuple[Mutation, ...] = (
+    _mistake("topk_ties", "equal logits go to the higher index", _last_tie),
+    _mistake("topk_ties", "every key as large as the last chosen one is kept", _threshold),
+    _mistake("topk_count", "one key too many is chosen", _count_changed(1)),
+    _mistake("topk_count", "one key too few is chosen", _count_changed(-1)),
+    _mistake("topk_smallest", "the smallest logits are chosen", _smallest),
+    _mistake("topk_before_mask", "keys are chosen before the mask takes some away", _found_without("mask")),
+    _mistake("topk_before_mask", "keys are chosen before causal takes some away", _found_without("causal")),
+    _mistake("topk_before_bias", "keys are chosen before the bias is added", _found_without("bias")),
+    _mistake("topk_not_renormalised", "the softmax runs over all keys, then some are dropped", _not_renormalised),
+    _mistake("topk_heads", "the keys of head 0 are used for all", _first_head),
+    _mistake("topk_padding", "-1 is read as the last key", _last_key),
+    _mistake("topk_ignored", "all keys are used", _all_keys),
+    _mistake("topk_grad", "the backward runs over all keys", _all_keys, forward=False),
+)
+
+# Mistakes that change which keys are largest would change the choice too: those are written out above.
+_MOVING = (
+    "causal_other", "causal_drop", "causal_strict", "causal_inverted", "window_drop", "window_swapped", "window_plus1",
+    "window_edge", "mask_or_causal", "mask_drop", "pattern_drop", "segments_wrong", "keep_inverted", "keep_additive",
+    "mask_bool_cast", "mask_stride", "tail_unmasked", "tail_dropped", "tail_garbage", "bias_drop", "bias_scaled", "bias_nooffset",
+    "alibi_drop", "alibi_geom", "alibi_off1", "alibi_nooffset", "alibi_signed", "score_mod_drop", "d_truncated", "swap_kv",
+    "gqa_tile", "gqa_axis", "gqa_grad_nosum", "scale_inv", "cap_after_bias", "cap_formula", "softmax_wrong_axis",
+)  # fmt: skip
+
+topk_attention = mechanism(
+    forward,
+    backward,
+    definition,
+    cost,
+    example,
+    (*_own, *mutations_for(_as_dense, exclude=_MOVING)),
+    name="topk_attention",
+    equation="output = softmax(scale * q k^T + bias, over the count largest of each row) v",
+    paper="Kitaev et al. 2020, arXiv:2001.04451, section 2; Gupta et al. 2021, arXiv:2106.06899",
+    axes={
+        "h": "head",
+        "q": "query position",
+        "k": "key position",
+        "n": "place among the chosen",
+        "d": "channel",
+        "e": "value channel",
+    },
+    differentiable=("q", "k", "v", *options.DIFFERENTIABLE),
+    outputs=("output", "lse"),
+)
