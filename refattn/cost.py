@@ -47,6 +47,7 @@ def attention(
     recompute: bool = False,
     extra_pattern: Any = None,
     blocks: Callable[..., Any] | None = None,
+    extra_keys: int = 0,
     **shared: Any,
 ) -> Cost:
     """Counts of one call of softmax attention on q (b,h,q,d), k (b,g,k,d), v (b,g,k,e).
@@ -60,8 +61,8 @@ def attention(
     direction : {"forward", "backward", "both"}
     recompute : bool
         Checkpointing: the backward runs the forward again and only q, k, v are saved.
-    extra_pattern, blocks
-        A mechanism's own pattern and blocks, as for ``options.prepare``.
+    extra_pattern, blocks, extra_keys
+        A mechanism's own pattern and blocks, and how many of the k keys are outside all patterns, as for ``options.prepare``.
     **shared
         Shared options of the softmax mechanisms, as in the call.
 
@@ -82,14 +83,21 @@ def attention(
 
     arrays = (empty(b, h, q, d), empty(b, g, k, d), empty(b, g, k, e))
     prepared = options.prepare(
-        *arrays, backend=backends.resolve("numpy", np), extra_pattern=extra_pattern, blocks=blocks, **shared
+        *arrays,
+        backend=backends.resolve("numpy", np),
+        extra_pattern=extra_pattern,
+        blocks=blocks,
+        extra_keys=extra_keys,
+        **shared,
     )
     problem = prepared.problem
     pattern = problem.visibility
     if blocks is not None and extra_pattern is not None:
         pattern = extra_pattern if pattern is None else pattern & extra_pattern
         pattern = pattern.fit(q, k, batch=(b,), heads=h)
-    visible = b * h * q * k if pattern is None else pattern.pairs(q, k, batch=b, heads=h)
+    inner = k - extra_keys
+    visible = b * h * q * inner if pattern is None else pattern.pairs(q, inner, batch=b, heads=h)
+    visible += h * extra_keys * (b * q if problem.rows is None else int(np.sum(problem.rows)))
     computed, largest = _computed(problem)
 
     steps = 4 + sum(n for name, n in _TERM_STEPS.items() if shared.get(name) is not None)

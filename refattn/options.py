@@ -6,9 +6,11 @@
 and the :class:`Prepared` it returns lays results and gradients out as the caller's arrays are.
 """
 
+import dataclasses
+import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,9 +27,11 @@ from refattn.arrays import (
     require_finite,
     require_one_of,
     require_positive,
+    to_namespace,
     to_numpy,
 )
-from refattn.records import AttentionProblem, Result
+from refattn.records import AttentionProblem, Block, Result
+from refattn.selections import Span
 
 __all__ = ["DIFFERENTIABLE", "SHARED", "Prepared", "offsets", "prepare", "takes"]
 
@@ -150,7 +154,7 @@ class Prepared:
             ok, reason = kernel.serves(self.problem)
             if not ok:
                 raise ValueError(f"backend {kernel.name!r} does not serve this call: {reason}")
-            done = kernel.forward(self.problem)
+            done = attend.finish(self.problem, kernel, *kernel.forward(self.problem))
         else:
             done = attend.forward(self.problem, self.backend, keep=keep)
         lse = done.lse if self.problem.lse_includes_sinks else done.lse_keys
@@ -232,6 +236,7 @@ def prepare(
     blocks: Callable[..., Any] | None = None,
     extra_terms: Callable[..., Sequence[Any]] | None = None,
     apart: bool = False,
+    extra_keys: int = 0,
     **options: Any,
 ) -> Prepared:
     """Check q (..., h, q, d), k (..., g, k, d), v (..., g, k, e) and the shared options; build the problem.
@@ -240,6 +245,7 @@ def prepare(
     blocks, given everything else that restricts visibility; without it the core cuts slices.  ``extra_terms(layout, lead)``
     gives score terms that come first; what they add up stands in ``Prepared.gradients`` as they laid it out.
     ``apart``: the blocks of one key head are not those of another.
+    The last ``extra_keys`` keys are seen by every real row, and of the terms only a soft cap changes their logits.
     """
     options = {**SHARED, **options}
     xp = namespace(q, k, v)
@@ -259,6 +265,7 @@ def prepare(
         raise ValueError(f"heads: k has {g} and v has {g_v}: expected the same ({shapes})")
     if (g == 0 and h != 0) or (g and h % g):
         raise ValueError(f"heads: q has {h} and k has {g}, and {h} is not a multiple of {g} ({shapes})")
+    n_k -= extra_keys
     require_one_of("head_map", options["head_map"], ("repeat", "tile"))
     layout = _Heads(h, g, options["head_map"])
     shape: dict[str, Any] = {"lead": lead}
@@ -273,7 +280,8 @@ def prepare(
 
     def spread(name: str, x: Any) -> Any:
         """A (..., h, q, k)-like array as (b|1, g|1, r|1, q|1, k|1)."""
-        _require_broadcast(name, x, (*lead, h, n_q, n_k))
+        every = name == "dropout_mask" and is_array(x) and tuple(x.shape[-1:]) == (n_k + extra_keys,)
+        _require_broadcast(name, x, (*lead, h, n_q, n_k + extra_keys if every else n_k))
         full = xp.reshape(x, (1,) * (3 - x.ndim) + tuple(x.shape)) if x.ndim < 3 else x
         own = full.shape[:-3]
         flat = flatten_leading(full, 3, lead)
@@ -330,6 +338,13 @@ def prepare(
         shape["sinks"], given["sinks"] = tuple(sinks.shape), 0
         sinks = layout.split(xp.reshape(sinks, (h, 1)) if sinks.ndim == 1 else sinks, 0)
 
+    dropout = _dropout(options, spread)
+    if dropout is not None and extra_keys and dropout[0].shape[-1] != n_k + extra_keys:
+        kept, factor = dropout  # a mask over the k keys drops no others
+        kept = xp.broadcast_to(kept, (*kept.shape[:-1], n_k))
+        others = xp.ones((*kept.shape[:-1], extra_keys), dtype=xp.bool, device=device(q))
+        dropout = xp.concat([kept, others], axis=-1), factor
+
     flat_q = layout.split(flatten_leading(q, 3, lead))
     if flat_q.shape[0] != batch:  # the queries are shared by a batch that only the keys have
         flat_q = xp.broadcast_to(flat_q, (batch, *flat_q.shape[1:]))
@@ -344,14 +359,37 @@ def prepare(
         blocks=own_blocks,
         sinks=sinks,
         lse_includes_sinks=bool(options["lse_includes_sinks"]),
-        dropout=_dropout(options, spread),
+        dropout=dropout,
         rows=rows,
         tile=_tile(algorithm, options["keep_weights"], layout.r, n_q, n_k),
         apart=apart,
     )
+    if extra_keys:
+        problem = _with_extra_keys(problem, extra_keys, xp)
     prepared = Prepared(problem, backend, shape, layout)
     prepared.given = given
     return prepared
+
+
+def _with_extra_keys(problem: AttentionProblem, count: int, xp: Any) -> AttentionProblem:
+    """The problem with its last ``count`` keys in blocks of their own, which no pattern and no term but a cap touches."""
+    n_k = problem.k.shape[-2] - count
+    inner = dataclasses.replace(problem, k=problem.k[..., :n_k, :])
+    rows = problem.tile[0] if problem.tile else max(16, attend.ROWS // max(1, problem.q.shape[2]))
+
+    def blocks(group: attend.Group) -> Iterator[Block]:
+        for i0 in range(*group.q, rows):
+            queries = Span(i0, min(i0 + rows, group.q[1]))
+            for block in attend.slice_blocks(inner, dataclasses.replace(group, q=queries.extent), xp):
+                yield Block(queries, block.keys, block.visible)
+            real_rows = None
+            if problem.rows is not None:  # padded queries are not read
+                real = np.arange(*queries.extent) < np.asarray(problem.rows)[group.b][:, None, None, None]
+                real_rows = functools.partial(to_namespace, real[..., None], xp, like=problem.q)
+            yield Block(queries, Span(n_k, n_k + count), real_rows)
+
+    terms = tuple(t if isinstance(t, scores.SoftCap) else scores.Among(t, n_k) for t in problem.terms)
+    return dataclasses.replace(problem, blocks=blocks, terms=terms)
 
 
 def _tile(algorithm: str, keep: bool, r: int, n_q: int, n_k: int) -> tuple[int, int] | None:

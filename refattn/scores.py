@@ -13,7 +13,7 @@ import numpy as np
 from refattn.arrays import device, is_complex, namespace, real, sum_to_shape, to_namespace
 from refattn.selections import take_pairs
 
-__all__ = ["Alibi", "Bias", "Relative", "ScoreMod", "SoftCap", "Term", "add_pairs"]
+__all__ = ["Alibi", "Among", "Bias", "Relative", "ScoreMod", "SoftCap", "Term", "add_pairs"]
 
 INFINITY = float("inf")
 
@@ -42,6 +42,28 @@ class Term:
     def pull(self, d_logits: Any, kept: Any, view: Any, sums: dict[str, Any]) -> Any:
         """Cotangent of the logits before the term; shares of the parameters go into ``sums``."""
         raise NotImplementedError(type(self).__name__)
+
+
+class Among(Term):
+    """A term that knows the first ``count`` keys alone; a block of other keys passes it unchanged."""
+
+    def __init__(self, term: Term, count: int) -> None:
+        self.term, self.count, self.names = term, count, term.names
+
+    def start(self, view: Any) -> dict[str, Any]:
+        return self.term.start(view)
+
+    def whole(self) -> dict[str, Any]:
+        return self.term.whole()
+
+    def place(self, name: str, total: Any, part: Any, view: Any) -> Any:
+        return self.term.place(name, total, part, view)
+
+    def apply(self, logits: Any, view: Any) -> tuple[Any, Any]:
+        return self.term.apply(logits, view) if view.keys.extent[0] < self.count else (logits, None)
+
+    def pull(self, d_logits: Any, kept: Any, view: Any, sums: dict[str, Any]) -> Any:
+        return self.term.pull(d_logits, kept, view, sums) if view.keys.extent[0] < self.count else d_logits
 
 
 class Bias(Term):
