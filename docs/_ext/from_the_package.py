@@ -1,6 +1,6 @@
-"""Pages that cannot disagree with the code: ``{mechanism} name`` and ``{public} module``.
+"""Pages that cannot disagree with the code: ``{mechanism} name``, ``{public} module``, ``{thresholds} module``.
 
-The first is what a registered mechanism says of itself, the second documents every name in a module's ``__all__``.
+What a registered mechanism says of itself; every name in a module's ``__all__``; what the verifier lets pass.
 """
 
 import importlib
@@ -51,6 +51,15 @@ def entries(module_name: str) -> Iterator[str]:
     yield "```"
 
 
+def thresholds(module_name: str) -> Iterator[str]:
+    """Markdown table of the largest and the median error, in bounds, that still pass."""
+    table = importlib.import_module(module_name).THRESHOLDS
+    yield from ("| precision | bound | maximum | median |", "|---|---|---|---|")
+    for precision, kinds in table.items():
+        for kind, (maximum, median) in kinds.items():
+            yield f"| {precision} | {kind} | {maximum:g} | {median:g} |"
+
+
 class FromThePackage(SphinxDirective):
     """Markdown lines made of the argument, read where the directive stands."""
 
@@ -72,7 +81,12 @@ class PublicDirective(FromThePackage):
     lines = staticmethod(entries)
 
 
+class ThresholdsDirective(FromThePackage):
+    lines = staticmethod(thresholds)
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("mechanism", MechanismDirective)
     app.add_directive("public", PublicDirective)
+    app.add_directive("thresholds", ThresholdsDirective)
     return {"parallel_read_safe": True}
