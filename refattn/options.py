@@ -33,7 +33,7 @@ from refattn.arrays import (
 from refattn.records import AttentionProblem, Block, Result
 from refattn.selections import Span
 
-__all__ = ["DIFFERENTIABLE", "SHARED", "Prepared", "offsets", "prepare", "takes"]
+__all__ = ["DIFFERENTIABLE", "SHARED", "Prepared", "offsets", "per_batch", "prepare", "takes"]
 
 SHARED: dict[str, Any] = {
     "mask": None,
@@ -429,14 +429,14 @@ def offsets(lead: tuple[int, ...], n_q: int, n_k: int, options: dict[str, Any]) 
         if align == "upper_left":
             return np.zeros(1, np.int64)
         ends = [
-            np.asarray(default) if options[n] is None else _per_batch(n, options[n], lead)
+            np.asarray(default) if options[n] is None else per_batch(n, options[n], lead)
             for n, default in (("key_lengths", n_k), ("query_lengths", n_q))
         ]
         return np.atleast_1d(ends[0] - ends[1])
-    return _per_batch("align", align, lead)
+    return per_batch("align", align, lead)
 
 
-def _per_batch(name: str, value: Any, lead: tuple[int, ...]) -> np.ndarray:
+def per_batch(name: str, value: Any, lead: tuple[int, ...]) -> np.ndarray:
     """Ints per batch as a flat host array (b,) or (1,)."""
     host = to_numpy(value) if is_array(value) else np.asarray(value)
     if not is_integer(host.dtype):
@@ -471,7 +471,7 @@ def _visibility(
         own = {}
         for name, most in (("query_lengths", n_q), ("key_lengths", n_k)):
             if options[name] is not None:
-                counts = _per_batch(name, options[name], lead)
+                counts = per_batch(name, options[name], lead)
                 if counts.size and (counts.min() < 0 or counts.max() > most):
                     raise ValueError(f"{name} is {counts.tolist()}: expected between 0 and {most}")
                 own[name] = counts
