@@ -232,13 +232,13 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
             task = bar.add_task("probes", total=None)
             yield lambda done, total, label: bar.update(task, completed=done, total=total, description=label)
         return
-    last: tuple[str, int] | None = None
+    last = (0, 0)
 
     def show(done: int, total: int, label: str) -> None:
         nonlocal last
-        quarter = (label, 4 * done // max(total, 1))
+        quarter = (total, 4 * done // max(total, 1))
         if quarter != last and quarter[1] > 0:
-            print(f"refattn: {label}: {done} of {total} probes", file=sys.stderr, flush=True)
+            print(f"refattn: {done} of {total} calls ({label})", file=sys.stderr, flush=True)
         last = quarter
 
     yield show

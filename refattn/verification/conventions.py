@@ -38,6 +38,7 @@ __all__ = [
     "alternatives",
     "detect",
     "gradients_open",
+    "mean_row_sizes",
     "open_elements",
     "reference_arguments",
     "reference_cotangents",
@@ -327,6 +328,19 @@ def open_elements(result: Result, arguments: Mapping[str, Any], conventions: Con
         lse |= padded
     fields = {"output": output[..., None], "lse": lse}
     return {n: np.broadcast_to(x, np.shape(getattr(result, n))) for n, x in fields.items() if x.any()}
+
+
+def mean_row_sizes(result: Result, arguments: Mapping[str, Any], conventions: Conventions) -> np.ndarray | None:
+    """Mean |v| over the keys where an empty row holds the mean of v, 0 in all other rows: what its rounding scales with.
+
+    (…, h, q, e), or None where the conventions put no mean anywhere.
+    """
+    empty = _empty_rows(result, arguments)
+    if empty is None or conventions.empty_rows != "mean" or not empty.any():
+        return None
+    sizes = np.abs(np.asarray(arguments["v"]).astype(np.float64)).mean(axis=-2, keepdims=True)
+    sizes = np.take(sizes, _key_heads(empty.shape[-2], sizes.shape[-3], arguments), axis=-3)
+    return np.where(empty[..., None], sizes, 0.0)
 
 
 def gradients_open(result: Result, arguments: Mapping[str, Any], conventions: Conventions) -> bool:
