@@ -117,13 +117,14 @@ def forward(
     _check(x, w, bias, extra_key, extra_value, zero_attention)
     extra = [(extra_key, extra_value)] * (extra_key is not None) + [(None, None)] * bool(zero_attention)
 
-    q = _heads(einsum("...qm,mhd->...hqd", x["x_q"], w_q), b_q)
-    k = _behind(_heads(einsum("...km,mgd->...gkd", x["x_k"], w_k), b_k), [key for key, _ in extra])
-    v = _behind(_heads(einsum("...km,mge->...gke", x["x_v"], w_v), b_v), [value for _, value in extra])
-    prepared = options.prepare(q, k, v, backend=backend, algorithm=algorithm, extra_keys=len(extra), **shared)
-    result, core = prepared.run(keep=shared.get("keep_weights", False))
-    output = einsum("...hqe,hem->...qm", result.output, w_o)
-    output = _real(prepared, output if b_o is None else output + b_o)
+    with backend.quiet():
+        q = _heads(einsum("...qm,mhd->...hqd", x["x_q"], w_q), b_q)
+        k = _behind(_heads(einsum("...km,mgd->...gkd", x["x_k"], w_k), b_k), [key for key, _ in extra])
+        v = _behind(_heads(einsum("...km,mge->...gke", x["x_v"], w_v), b_v), [value for _, value in extra])
+        prepared = options.prepare(q, k, v, backend=backend, algorithm=algorithm, extra_keys=len(extra), **shared)
+        result, core = prepared.run(keep=shared.get("keep_weights", False))
+        output = einsum("...hqe,hem->...qm", result.output, w_o)
+        output = _real(prepared, output if b_o is None else output + b_o)
     saved = (prepared, core, result.output, roles, x, w, bias, extra)
     return Result(**{**result.fields, "output": output}), saved
 
@@ -133,26 +134,27 @@ def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
     prepared, core, o, roles, x, w, bias, extra = saved
     found: dict[str, Any] = {}
     d_o = None
-    if output is not None:
-        output = _real(prepared, output)
-        found["b_o"] = einsum("...qm->m", output)
-        found["w_o"] = einsum("...hqe,...qm->hem", o, output)
-        d_o = einsum("...qm,hem->...hqe", output, w["w_o"])
-    gradients = prepared.gradients(core, d_o, lse)  # softmax attention
-    d = {n: gradients.pop(n) for n in ("q", "k", "v")}
-    count = d["k"].shape[-2] - len(extra)
-    if extra and extra[0][0] is not None:
-        found["extra_key"] = einsum("...gd->gd", d["k"][..., count, :])
-        found["extra_value"] = einsum("...ge->ge", d["v"][..., count, :])
-    d["k"], d["v"] = d["k"][..., :count, :], d["v"][..., :count, :]
-    for n, d_heads in d.items():
-        tokens = x[f"x_{n}"]
-        if bias[f"b_{n}"] is not None:
-            found[f"b_{n}"] = einsum("...htd->hd", d_heads)
-        found[f"w_{n}"] = einsum("...tm,...htd->mhd", _used(tokens, d_heads), d_heads)
-        d_tokens = sum_to_shape(einsum("...htd,mhd->...tm", d_heads, w[f"w_{n}"]), tuple(tokens.shape))
-        role = roles[f"x_{n}"]
-        found[role] = found[role] + d_tokens if role in found else d_tokens  # one array, several roles
+    with prepared.backend.quiet():
+        if output is not None:
+            output = _real(prepared, output)
+            found["b_o"] = einsum("...qm->m", output)
+            found["w_o"] = einsum("...hqe,...qm->hem", o, output)
+            d_o = einsum("...qm,hem->...hqe", output, w["w_o"])
+        gradients = prepared.gradients(core, d_o, lse)  # softmax attention
+        d = {n: gradients.pop(n) for n in ("q", "k", "v")}
+        count = d["k"].shape[-2] - len(extra)
+        if extra and extra[0][0] is not None:
+            found["extra_key"] = einsum("...gd->gd", d["k"][..., count, :])
+            found["extra_value"] = einsum("...ge->ge", d["v"][..., count, :])
+        d["k"], d["v"] = d["k"][..., :count, :], d["v"][..., :count, :]
+        for n, d_heads in d.items():
+            tokens = x[f"x_{n}"]
+            if bias[f"b_{n}"] is not None:
+                found[f"b_{n}"] = einsum("...htd->hd", d_heads)
+            found[f"w_{n}"] = einsum("...tm,...htd->mhd", _used(tokens, d_heads), d_heads)
+            d_tokens = sum_to_shape(einsum("...htd,mhd->...tm", d_heads, w[f"w_{n}"]), tuple(tokens.shape))
+            role = roles[f"x_{n}"]
+            found[role] = found[role] + d_tokens if role in found else d_tokens  # one array, several roles
     return {**gradients, **found}
 
 
@@ -161,6 +163,9 @@ def _check(x: Any, w: Any, bias: Any, extra_key: Any, extra_value: Any, zero_att
         "x_q": "... q m", "w_q": "m h d", "x_k": "... k m1", "w_k": "m1 g d", "x_v": "... k m2", "w_v": "m2 g e", "w_o": "h e o",
         "b_q": "h d", "b_k": "g d", "b_v": "g e", "b_o": "o", "extra_key": "g d", "extra_value": "g e",
     }  # fmt: skip
+    for n, weight in w.items():
+        if weight is None:
+            raise TypeError(f"{n} is None: expected an array ({axes[n].replace(' ', ', ')})")
     arrays = {**x, **w, **bias, "extra_key": extra_key, "extra_value": extra_value}
     require_axes(**{n: (arrays[n], letters) for n, letters in axes.items() if arrays[n] is not None})
     if (extra_key is None) != (extra_value is None):

@@ -1,0 +1,380 @@
+"""multi_head_attention: gradients, definition, extra keys, roles, stored cases of three implementations, mistakes."""
+
+import array_api_strict
+import numpy as np
+import pytest
+from support import assert_adjoint, assert_close, assert_gradients, cases, random_cotangents
+
+import refattn as ra
+from refattn import patterns
+from refattn.attention.multi_head_mistakes import Layer
+
+attention = ra.multi_head_attention
+B, H, G, Q, K, D, E, M = 2, 4, 2, 3, 4, 3, 2, 3
+EPS = np.finfo(np.float64).eps
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def base(seed=0, **sizes):
+    return attention.example(rng(seed), **{"b": B, "h": H, "g": G, "q": Q, "k": K, "d": D, "e": E, "m": M, **sizes})
+
+
+def bend(logits, b, h, i, j):
+    return logits * (1 + 0.1 * h) + 0.2 * b - 0.05 * (i - j) + 0.1 * logits**2
+
+
+bend.derivative = lambda logits, b, h, i, j: (1 + 0.1 * h) + 0.2 * logits
+hiding = rng(9).random((B, H, Q, K)) < 0.3
+EXTRA = {"extra": True, "zero_attention": True}
+OPTIONS = {
+    "plain": {},
+    "no_biases": {"biases": False},
+    "widths": {"m1": 4, "m2": 2},
+    "keys_are_values": {"shared": 1},
+    "self": {"shared": 2, "k": Q, "m1": M},
+    "extra": {"extra": True},
+    "zero": {"zero_attention": True},
+    "both": EXTRA,
+    "both_self_causal": {**EXTRA, "shared": 2, "causal": True},
+    "both_mask": {**EXTRA, "mask": rng(1).random((B, 1, Q, K)) < 0.5},
+    "both_hidden": {**EXTRA, "mask": np.zeros((1, 1), bool)},
+    "both_lengths": {**EXTRA, "key_lengths": [2, 0], "query_lengths": [3, 1], "causal": True, "align": "lower_right"},
+    "both_window": {**EXTRA, "window": (1, 0), "align": 2},
+    "both_bias": {**EXTRA, "bias": np.where(hiding, -np.inf, rng(2).standard_normal((B, H, Q, K)))},
+    "both_bias_one": {**EXTRA, "bias": rng(2).standard_normal((1, 1))},
+    "both_alibi_cap": {**EXTRA, "alibi_slopes": rng(3).random(H), "align": 1, "softcap": 1.3},
+    "both_cap_after": {**EXTRA, "bias": rng(2).standard_normal((H, Q, K)), "softcap": 1.3, "softcap_after_bias": True},
+    "both_sinks": {**EXTRA, "sinks": rng(4).standard_normal((H, 2)), "lse_includes_sinks": False},
+    "both_score_mod": {**EXTRA, "score_mod": bend},
+    "both_dropout": {**EXTRA, "dropout_mask": rng(5).random((B, H, Q, K)) < 0.7, "dropout_rate": 0.3},
+    "both_dropout_one": {**EXTRA, "dropout_mask": rng(5).random((B, H, Q, 1)) < 0.7, "dropout_rate": 0.3},
+    "both_dropout_all": {**EXTRA, "dropout_mask": rng(5).random((B, H, Q, K + 2)) < 0.7, "dropout_rate": 0.3},
+    "both_pattern": {**EXTRA, "pattern": patterns.dilated(2)},
+    "both_tile": {**EXTRA, "head_map": "tile", "scale": 0.7, "query_segments": np.arange(Q), "key_segments": np.arange(K)},
+    "together": {
+        "mask": rng(1).random((B, 1, Q, K)) < 0.8, "bias": rng(2).standard_normal((B, H, Q, K)), "causal": True, "align": 1,
+        "softcap": 1.7, "sinks": rng(4).standard_normal(H), "key_lengths": [4, 3], "scale": 0.6,
+    },
+}  # fmt: skip
+
+
+def made(name, seed=0):
+    return base(seed, **OPTIONS[name])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_equals_definition_whole_and_tiled(name):
+    arguments = made(name, 1)
+    want = attention.definition(**arguments)
+    for algorithm in ("auto", "whole", "tiled"):
+        got = attention.forward(**arguments, algorithm=algorithm)
+        # sums of m + d + k + h e terms of order 1, a few dozen roundings
+        assert_close(got.output, want.output, 80 * EPS)
+        assert_close(got.lse, want.lse, 80 * EPS)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "widths", "keys_are_values", "self", "both_self_causal", "both_bias", "both_cap_after"],
+)  # fmt: skip
+def test_gradients_by_complex_step(name):
+    assert_gradients(attention, {**made(name, 2), "scale": 0.5}, rng(7))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_adjoint_identity(name):
+    assert_adjoint(attention, made(name, 3), rng(8))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_tiled_gradients_equal_whole(name):
+    arguments = made(name, 4)
+    (whole, back), (_, back_tiled) = (attention.vjp(**arguments, algorithm=a) for a in ("whole", "tiled"))
+    cotangents = random_cotangents(attention, whole, rng(3))
+    want, got = back(**cotangents), back_tiled(**cotangents)
+    for n in want:
+        assert_close(got[n], want[n], 300 * EPS)
+
+
+@pytest.mark.parametrize("name", ["plain", "both_self_causal", "both_lengths", "both_alibi_cap", "both_dropout"])
+def test_strict_namespace(name):
+    arguments = made(name, 5)
+    strict = {n: array_api_strict.asarray(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
+    result, pullback = attention.vjp(**strict, algorithm="tiled")
+    want, want_back = attention.vjp(**arguments)
+    cotangents = random_cotangents(attention, want, rng(1))
+    got = pullback(**{n: array_api_strict.asarray(x) for n, x in cotangents.items()})
+    assert type(result.output) is type(strict["x_q"])
+    assert_close(result.output, want.output, 40 * EPS)
+    for n, g in want_back(**cotangents).items():
+        assert_close(got[n], g, 300 * EPS)
+
+
+@pytest.mark.parametrize("name", ["plain", "both", "both_mask", "both_bias", "both_dropout", "both_tile"])
+def test_kept_weights_and_logits(name):
+    arguments = made(name, 6)
+    got, want = attention.forward(**arguments, keep_weights=True), attention.definition(**arguments, keep_weights=True)
+    columns = K + 2 * (name != "plain")
+    assert got.weights.shape == (B, H, Q, columns)
+    assert_close(got.weights, want.weights, 60 * EPS)
+    hidden = np.isinf(want.logits) | (want.weights == 0)
+    assert_close(np.where(hidden, 0, got.logits), np.where(hidden, 0, want.logits), 60 * EPS)
+
+
+def test_leading_axes_broadcast_and_none():
+    arguments = {**base(7), "x_q": rng(1).standard_normal((3, 1, Q, M)), "x_k": rng(2).standard_normal((2, K, M))}
+    arguments["x_v"] = rng(3).standard_normal((K, M))
+    assert attention.forward(**arguments).output.shape == (3, 2, Q, M)
+    assert_close(attention(**arguments), attention.definition(**arguments).output, 80 * EPS)
+    assert_adjoint(attention, arguments, rng(4))
+    shared = {
+        **arguments,
+        "x_v": rng(5).standard_normal((3, 1, Q, M)),
+        "x_k": None,
+        "x_q": rng(6).standard_normal((Q, M)),
+    }
+    assert_adjoint(
+        attention, {n: x for n, x in shared.items() if x is not None}, rng(4)
+    )  # x_q in two roles, broadcast in one
+    assert attention(**{**arguments, "x_q": arguments["x_q"][0, 0], "x_k": arguments["x_k"][0]}).shape == (Q, M)
+
+
+def test_identity_projections_are_plain_attention():
+    q, k, v = (rng(n).standard_normal((B, 3, 5, 4)) for n in range(3))
+    joined = [np.swapaxes(x, 1, 2).reshape(B, 5, 12) for x in (q, k, v)]
+    w = np.eye(12).reshape(12, 3, 4)
+    got = attention(*joined, w_q=w, w_k=w, w_v=w, w_o=np.eye(12).reshape(3, 4, 12))
+    want = np.swapaxes(ra.scaled_dot_product_attention(q, k, v), 1, 2).reshape(B, 5, 12)
+    assert np.array_equal(got, want)
+
+
+def test_zero_attention_is_a_sink_of_logit_zero():
+    arguments = base(8)
+    zero, sink = attention.forward(**arguments, zero_attention=True), attention.forward(**arguments, sinks=np.zeros(H))
+    assert_close(zero.output, sink.output, 80 * EPS)
+    assert_close(zero.lse, sink.lse, 80 * EPS)
+
+
+def test_poisoned_padding_reaches_nothing():
+    arguments = {**made("both", 9), "query_lengths": [3, 2], "key_lengths": [2, 0]}
+    dirty = {n: x.copy() if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
+    dirty["x_q"][1, 2:] = np.nan
+    for n in ("x_k", "x_v"):
+        dirty[n][0, 2:], dirty[n][1] = np.nan, np.inf
+    (want, want_back), (got, got_back) = attention.vjp(**arguments), attention.vjp(**dirty)
+    assert np.array_equal(got.output, want.output)
+    assert (got.output[1, 2] == 0).all()
+    assert (got.lse[1, :, 2] == -np.inf).all()
+    d = rng(1).standard_normal(want.output.shape)
+    poisoned = d.copy()
+    poisoned[1, 2:] = np.nan
+    for n, g in want_back(d).items():
+        assert np.array_equal(got_back(poisoned)[n], g), n
+
+
+def test_half_inputs_round_once():
+    arguments = {n: x.astype(np.float16) for n, x in base(10).items()}
+    result, pullback = attention.vjp(**arguments)
+    assert result.output.dtype == np.float16
+    assert result.lse.dtype == np.float32
+    want = attention.forward(**{n: x.astype(np.float64) for n, x in arguments.items()})
+    assert_close(result.output, want.output, 2.0**-11 + 80 * 2.0**-24)  # float32 inside, one rounding at the end
+    assert {n: g.dtype for n, g in pullback(result.output).items()} == {n: np.dtype(np.float16) for n in arguments}
+
+
+# ---------------------------------------------------------------------- stored cases
+
+
+def head_weights(w, h):  # rows are (head, channel) -> (m, h, d)
+    return w.reshape(h, -1, w.shape[-1]).transpose(2, 0, 1)
+
+
+def output_weights(w, h):  # columns are (head, channel) -> (h, e, m)
+    return w.T.reshape(h, -1, w.shape[0])
+
+
+def stored_torch(meta, a):
+    o = meta["options"]
+    h = o["H"]
+    names = ("query",) if o["self_attention"] else ("query", "key", "value")
+    pairs = {f"x_{n[0]}": (a[f"in_{n}"], a[f"grad_{n}"]) for n in names}
+    for at, n in enumerate("qkv"):
+        if "w_in_proj_weight" in a:
+            pairs[f"w_{n}"] = tuple(head_weights(np.split(a[p + "w_in_proj_weight"], 3)[at], h) for p in ("", "grad_"))
+        else:
+            pairs[f"w_{n}"] = tuple(head_weights(a[f"{p}w_{n}_proj_weight"], h) for p in ("", "grad_"))
+        if o["bias"]:
+            pairs[f"b_{n}"] = tuple(a[p + "w_in_proj_bias"].reshape(3, h, -1)[at] for p in ("", "grad_"))
+    pairs["w_o"] = tuple(output_weights(a[p + "w_out_proj.weight"], h) for p in ("", "grad_"))
+    if o["bias"]:
+        pairs["b_o"] = tuple(a[p + "w_out_proj.bias"] for p in ("", "grad_"))
+    if o["add_bias_kv"]:
+        for ours, theirs in (("extra_key", "bias_k"), ("extra_value", "bias_v")):
+            pairs[ours] = tuple(a[f"{p}w_{theirs}"].reshape(h, -1) for p in ("", "grad_"))
+    options = {"zero_attention": o["add_zero_attn"]}
+    keys = a["in_query"].shape[1] if o["self_attention"] else a["in_key"].shape[1]
+    if "in_attn_mask" in a:
+        mask = a["in_attn_mask"]
+        mask = mask.reshape(-1, h, *mask.shape[1:]) if mask.ndim == 3 else mask
+        options["mask" if mask.dtype == bool else "bias"] = ~mask if mask.dtype == bool else mask
+    if "in_key_padding_mask_True_is_ignored" in a:
+        options["mask"] = ~a["in_key_padding_mask_True_is_ignored"][:, None, None, :] & options.get(
+            "mask", np.ones(keys, bool)
+        )
+    return pairs, options
+
+
+def stored_keras(meta, a):
+    pairs = {f"x_{n[0]}": (a[f"in_{n}"], a[f"grad_{n}"]) for n in ("query", "key", "value")}
+    for n, theirs in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "attention_output")):
+        for kind, end in (("w", "kernel"), ("b", "bias")):
+            pairs[f"{kind}_{n}"] = a[f"w_{theirs}.{end}"], a[f"grad_w_{theirs}.{end}"]
+    masked = "in_attention_mask" in a
+    return pairs, {"causal": True, "mask": a["in_attention_mask"][:, None]} if masked else {}
+
+
+def stored_x_transformers(meta, a):
+    h = meta["options"]["heads"]
+    pairs = {"x_q": (a["in_x"], a["grad_x"])}
+    for n in "qkv":
+        pairs[f"w_{n}"] = tuple(head_weights(a[f"{p}w_to_{n}.weight"], h) for p in ("", "grad_"))
+    pairs["w_o"] = tuple(output_weights(a[p + "w_to_out.weight"], h) for p in ("", "grad_"))
+    return pairs, {"causal": True, "window": (3, 0)}
+
+
+STORED = {"torch_mha": stored_torch, "keras": stored_keras, "x_transformers_module": stored_x_transformers}
+
+
+@pytest.mark.parametrize(("origin", "name", "meta", "a"), [(o, *case) for o in STORED for case in cases(o)])
+def test_stored_cases(origin, name, meta, a):
+    pairs, options = STORED[origin](meta, a)
+    single = any(x.dtype == np.float32 for x, _ in pairs.values())
+    unit = max(2e-5 if single else 1e-10, meta["suggested_atol"] or 0)  # the producer's precision
+    arguments = {n: x for n, (x, _) in pairs.items()} | options
+    result, pullback = attention.vjp(**arguments)
+    assert_close(result.output, a["out"], unit)
+    gradients = pullback(a["cot_out"])
+    for n, (_, want) in pairs.items():
+        assert_close(gradients[n], want, 10 * unit)
+    if "out_weights" in a:
+        weights = attention.forward(**arguments, keep_weights=True).weights
+        assert_close(weights.mean(1) if meta["options"]["average_attn_weights"] else weights, a["out_weights"], unit)
+
+
+# ---------------------------------------------------------------------- counts
+
+
+def test_parameters_do_not_depend_on_the_number_of_heads():
+    for h in (6, 12, 24, 48):
+        assert attention.cost(h=h, q=5, k=5, d=768 // h).parameters == 4 * 768**2
+    cost = attention.cost(b=2, h=4, g=2, q=5, k=7, d=3, e=2, m=8, m1=9, m2=10, biases=True, extra_key=True)
+    assert cost.parameters == 8 * 12 + 9 * 6 + 10 * 4 + 8 * 8 + (12 + 6 + 4 + 8) + (6 + 4)
+    arrays = base(0, m1=5, m2=6, extra=True)
+    assert attention.cost(
+        b=B, h=H, g=G, q=Q, k=K, d=D, e=E, m=M, m1=5, m2=6, biases=True, extra_key=True
+    ).parameters == sum(x.size for n, x in arrays.items() if not n.startswith("x_"))
+
+
+def test_extra_keys_are_counted_outside_the_pattern():
+    sizes = {"b": 2, "h": 3, "q": 6, "k": 6, "d": 4, "e": 2}
+    plain, extra = attention.cost(**sizes, causal=True), attention.cost(**sizes, causal=True, zero_attention=True)
+    assert plain.multiplies == ra.scaled_dot_product_attention.cost(**sizes, causal=True).multiplies == 6 * 21 * 6
+    assert extra.multiplies - plain.multiplies == 6 * 6 * 6
+
+
+# ---------------------------------------------------------------------- mistakes
+
+SEEING = [
+    {**base(1, g=H), "zero_attention": True, **{n: rng(4).standard_normal((H, s)) for n, s in (("extra_key", D), ("extra_value", E))},
+     "causal": True, "align": "upper_left", "mask": rng(3).random((B, 1, Q, K)) < 0.7},
+    base(2, shared=2, k=Q),
+    base(3, k=Q, g=H, e=D),
+    base(3, k=Q, m=5),
+]  # fmt: skip
+OWN = {m.class_ for m in attention.mutations} - {m.class_ for m in ra.scaled_dot_product_attention.mutations} | {
+    "swap_kv",
+    "scale_dmodel",
+}
+
+
+def test_the_base_of_the_mistakes_is_right():
+    for arguments in (
+        *SEEING,
+        made("both_lengths"),
+        made("both_bias"),
+        made("together"),
+        made("both_cap_after"),
+        made("widths"),
+    ):
+        layer = Layer(arguments)
+        result, pullback = attention.vjp(**arguments)
+        cotangents = random_cotangents(attention, result, rng(2))
+        with np.errstate(all="ignore"):
+            assert_close(layer.forward().output, result.output, 80 * EPS)
+            found = layer.backward(cotangents)
+        for n, g in pullback(**cotangents).items():
+            assert_close(found[n], g, 300 * EPS)
+
+
+@pytest.mark.parametrize("class_", sorted(OWN))
+def test_every_mistake_shows(class_):
+    for mutation in (m for m in attention.mutations if m.class_ == class_):
+        seen = False
+        for arguments in SEEING:
+            result, pullback = attention.vjp(**arguments)
+            cotangents = random_cotangents(attention, result, rng(5))
+            right = pullback(**cotangents)
+            wrong = mutation.forward(arguments) if mutation.forward else None
+            if wrong is not None:
+                seen = True
+                apart = max(np.max(np.abs(wrong.output - result.output)), np.max(np.abs(wrong.lse - result.lse)))
+                assert apart > 1e-6
+            gradients = mutation.gradients(arguments, cotangents)
+            if gradients is not None:
+                seen = True
+                assert max(np.max(np.abs(g - right[n])) for n, g in gradients.items()) > 1e-6
+        assert seen, mutation.says
+
+
+def test_dense_mistakes_are_lifted_through_the_projections():
+    arguments = {**base(4, k=Q), "causal": True}
+    by_class = {m.class_: m for m in attention.mutations}
+    dropped = by_class["causal_drop"].forward(arguments)
+    assert_close(dropped.output, attention(**{**arguments, "causal": False}), 80 * EPS)
+    gradients = by_class["gqa_grad_nosum"].gradients(arguments, {"output": np.ones((B, Q, M))})
+    result, pullback = attention.vjp(**arguments)
+    right = pullback(np.ones_like(result.output))
+    assert_close(gradients["w_q"], right["w_q"], 300 * EPS)
+    assert np.max(np.abs(gradients["w_k"] - right["w_k"])) > 1e-3
+
+
+# ---------------------------------------------------------------------- bad input
+
+BAD = {
+    "w_q": ({"w_q": np.zeros((5, H, D))}, ValueError, "w_q has shape .5, 4, 3.*'m'.* is 5, but 3"),
+    "w_k_channels": ({"w_k": np.zeros((M, G, 7))}, ValueError, "w_k has shape"),
+    "w_v": ({"w_v": np.zeros((7, G, E))}, ValueError, "w_v has shape"),
+    "w_o": ({"w_o": np.zeros((H, 5, M))}, ValueError, "w_o has shape"),
+    "w_o_heads": ({"w_o": np.zeros((3, E, M))}, ValueError, "w_o has shape"),
+    "axes": ({"w_q": np.zeros((M, H * D))}, ValueError, "w_q has shape .3, 12.: expected 3 axes"),
+    "b_q": ({"b_q": np.zeros(D)}, ValueError, "b_q has shape"),
+    "b_o": ({"b_o": np.zeros(M + 1)}, ValueError, "b_o has shape"),
+    "groups": ({"w_q": np.zeros((M, 3, D)), "w_o": np.zeros((3, E, M)), "b_q": None}, ValueError, "3 is not a multiple of 2"),
+    "lengths": ({"x_v": np.zeros((B, 9, M))}, ValueError, "x_v has shape"),
+    "batch": ({"x_k": np.zeros((3, K, M)), "x_v": np.zeros((3, K, M))}, ValueError, "leading axes"),
+    "extra_key": ({"extra_key": np.zeros((G, D))}, TypeError, "extra_value is missing"),
+    "extra_shape": ({"extra_key": np.zeros((H, D)), "extra_value": np.zeros((H, E))}, ValueError, "extra_key has shape"),
+    "zero_attention": ({"zero_attention": 1}, TypeError, "zero_attention is 1"),
+    "mask_columns": ({"mask": np.ones((Q, K + 1), bool), "zero_attention": True}, ValueError, "mask has shape"),
+    "missing": ({"w_o": None}, TypeError, "w_o is None: expected an array"),
+    "align": ({"causal": True}, ValueError, "align is missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    change, kind, message = BAD[name]
+    with pytest.raises(kind, match=message):
+        attention.forward(**{**base(), **change})
