@@ -373,7 +373,8 @@ def forward_group(problem: AttentionProblem, group: Group, backend: Any, keep: b
         shift = xp.where(empty, xp.zeros_like(maximum), maximum)
         part, z = weighted / safe[..., None], xp.where(empty, xp.full_like(total, -math.inf), xp.log(safe) + shift)
         if queries.batched:
-            part, z = merged(xp, queries.take(output), queries.take_last(lse), part, z)
+            if not queries.once:
+                part, z = merged(xp, queries.take(output), queries.take_last(lse), part, z)
             output, lse = queries.assign(backend, output, part), queries.assign_last(backend, lse, z)
         else:
             rows = Span(queries.start - start, queries.stop - start)

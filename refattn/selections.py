@@ -17,6 +17,7 @@ class Span:
     """Positions start ... stop - 1."""
 
     batched = False
+    once = False
 
     def __init__(self, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
@@ -70,6 +71,7 @@ class Lattice:
     """
 
     batched = True
+    once = False
 
     def __init__(
         self, start: int, rows: int, stride: int, *, first: int = 0, width: int | None = None, layout: str = "rows"
@@ -165,6 +167,7 @@ class Index:
     """
 
     batched = True
+    once = False
 
     def __init__(self, index: Any, inverse: Any = None) -> None:
         self.index, self.inverse = index, inverse
@@ -229,6 +232,7 @@ class Windows:
     """
 
     batched = True
+    once = True  # as queries: no row stands in another block of its order
 
     def __init__(self, start: int, stop: int, size: int, reach: int = 1, order: Any = None) -> None:
         self.start, self.stop, self.size, self.reach, self.order = start, stop, size, reach, order

@@ -441,7 +441,7 @@ class _Rounds:
             problem, group, _ = self._round(view, units, s, q, k, v)
             part, z, *_ = attend.forward_group(problem, group, self.backend)
             part, z = units.to_positions(part[:, :, 0, ...], s), units.to_positions(z[:, :, 0, :, None], s)[..., 0]
-            output, lse = (part, z) if output is None else attend.merged(xp, output, lse, part, z)
+            output, lse = (part, z) if output is None else _with_round(xp, output, lse, part, z)
         alone = real(lse) == -math.inf
         if self.last_resort:
             kept = self._own_weight(view)
@@ -503,9 +503,9 @@ class _Rounds:
             z_s = take_order(per_row[:, :, None, ...], rows)
             d_o = take_order(d_output[:, :, None, ...], rows)
             a, b, c, e, _ = attend.backward_group(problem, group, self.backend, z_s[..., 0], z_s[..., 1], d_o)
-            d_q = d_q + units.to_positions(a[:, :, 0, ...], s)
-            d_k = d_k + units.keys_to_positions(b, s)
-            d_v = d_v + units.keys_to_positions(c, s)
+            d_q += units.to_positions(a[:, :, 0, ...], s)
+            d_k += units.keys_to_positions(b, s)
+            d_v += units.keys_to_positions(c, s)
             d_scale = d_scale + e
         if self.last_resort:
             d_own = d_output if (kept := self._own_weight(view)) is None else d_output * kept
@@ -517,6 +517,20 @@ class _Rounds:
                 d_k = d_k + self.problem.scale * d_own * own
                 d_scale = d_scale + xp.sum(d_own * own * k)
         return d_q + self._keys_backward(k, factor, d_k), d_v, d_scale
+
+
+def _with_round(xp: Any, output: Any, lse: Any, part: Any, z: Any) -> tuple[Any, Any]:
+    """output and lse with one more round; overwrites the arrays it is given."""
+    peak = xp.maximum(real(lse), real(z))
+    shift = xp.where(peak == -math.inf, xp.zeros_like(peak), peak)
+    before, now = xp.exp(lse - shift), xp.exp(z - shift)
+    total = before + now
+    empty = peak == -math.inf
+    safe = xp.where(empty, xp.ones_like(total), total)
+    output *= (before / safe)[..., None]
+    part *= (now / safe)[..., None]
+    output += part
+    return output, xp.where(empty, xp.full_like(total, -math.inf), xp.log(safe) + shift)
 
 
 # ------------------------------------------------------------------------------------------------ counts and example

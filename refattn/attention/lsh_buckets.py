@@ -129,17 +129,13 @@ class Plan:
         """The key rows of round s, in the order of its windows: (round, first row, last row + 1, where they begin)."""
         if not self.ring:
             return [(s, 0, self.rows, self.before * self.chunk)]
-        found: list[list[int]] = []
-        at = 0
-        for number in range(s * self.chunks - self.before, (s + 1) * self.chunks + self.after):
-            part, c = divmod(number % (self.hashes * self.chunks), self.chunks)
-            first = c * self.chunk
-            if found and found[-1][0] == part and found[-1][2] == first:
-                found[-1][2] += self.chunk
-            else:
-                found.append([part, first, first + self.chunk, at])
-            at += self.chunk
-        return [(p, first, last, begin) for p, first, last, begin in found]
+        found, at, total = [], 0, self.chunks + self.before + self.after
+        while at < total:
+            number, c = divmod((s * self.chunks - self.before + at) % (self.hashes * self.chunks), self.chunks)
+            n = min(self.chunks - c, total - at)
+            found.append((number, c * self.chunk, (c + n) * self.chunk, at * self.chunk))
+            at += n
+        return found
 
 
 class Units:
