@@ -112,9 +112,7 @@ def _first_batch(arguments):
     """One batch entry suffices for complex step, which calls once for every entry of every array."""
     found = dict(arguments)
     for n, x in arguments.items():
-        if n in ("query_lengths", "key_lengths", "query_segments"):
-            found[n] = x[:1]
-        elif np.ndim(x) == 4:
+        if np.ndim(x) == 4 or n in ("query_lengths", "key_lengths", "query_segments"):
             found[n] = x[:1]
     return found
 
@@ -317,7 +315,7 @@ def _openai(meta, arrays):
 
 def test_stored_cases_of_openai_sparse():
     count = 0
-    for name, meta, arrays in cases("openai_sparse"):
+    for _, meta, arrays in cases("openai_sparse"):
         arguments = _openai(meta, arrays)
         if arguments is None:
             continue
@@ -334,7 +332,7 @@ def test_stored_cases_of_openai_sparse():
                 1e-10 if want.dtype == np.float64 else 2e-5,
             )
             count += 1
-    assert count >= 6, name
+    assert count >= 6
 
 
 # ---------------------------------------------------------------------- bad input, mistakes
@@ -433,5 +431,5 @@ def test_own_mistakes_differ_visibly(class_):
 def test_mistakes_of_softmax_are_offered_too():
     assert {"no_scale", "lse_base2", "dlse_ignored"} <= {m.class_ for m in attention.mutations}
     arguments = base(12, scale=0.3)
-    wrong = [m for m in attention.mutations if m.class_ == "no_scale"][0].forward(arguments)
+    wrong = next(m for m in attention.mutations if m.class_ == "no_scale").forward(arguments)
     assert_close(wrong.output, attention(**{**arguments, "scale": 1.0}), 40 * EPS)
