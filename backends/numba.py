@@ -26,17 +26,7 @@ class NumbaBackend(NumpyBackend):
 
     def serves(self, problem: AttentionProblem) -> tuple[bool, str]:
         """float32 and float64, no score terms, no dropout, and every row's keys one run."""
-        if problem.q.dtype not in (np.float32, np.float64):
-            return False, f"it computes in float32 and float64, not {problem.q.dtype}"
-        if problem.terms:
-            return False, f"it has no score terms ({', '.join(type(t).__name__ for t in problem.terms)})"
-        if problem.dropout is not None:
-            return False, "it has no dropout"
-        if problem.blocks is not None:
-            return False, "it has no gathered blocks"
-        if problem.visibility is not None and _runs(problem) is None:
-            return False, f"the keys that a row sees are no single run under {problem.visibility!r}"
-        return True, ""
+        return served(problem)
 
     def forward(self, problem: AttentionProblem) -> tuple[np.ndarray, np.ndarray]:
         """Output (b,g,r,q,e) and lse (b,g,r,q) over the keys, sinks not yet counted."""
@@ -46,9 +36,7 @@ class NumbaBackend(NumpyBackend):
         lse = np.full((b, g, r, q), -math.inf, problem.q.dtype)
         if not (k and output.size + lse.size):
             return output, lse
-        first, last = (np.zeros(1, np.int64), np.full(1, k)) if problem.visibility is None else _runs(problem)
-        shape = (b, g * r, q)
-        first, last = (np.broadcast_to(np.clip(x, 0, k), shape).reshape(b, g, r, q) for x in (first, last))
+        first, last = row_runs(problem)
         tile = _kernels()[problem.q.dtype.name]
         order = [(n, m, s, i) for n in range(b) for m in range(g) for s in range(r) for i in range(0, q, ROWS)]
 
@@ -70,13 +58,38 @@ class NumbaBackend(NumpyBackend):
         return output, lse
 
 
-def _runs(problem: AttentionProblem) -> tuple[Any, Any] | None:
-    """First and one past the last visible key of every row, broadcasting to (b, h, q); None if rows see no single runs."""
-    b, _, _, q, _ = problem.q.shape
-    heads = np.asarray(problem.heads).reshape(-1)
-    return problem.visibility.interval(
-        np.arange(q), q=q, k=problem.k.shape[-2], b=np.arange(b)[:, None, None], h=heads[:, None]
-    )
+def served(problem: AttentionProblem) -> tuple[bool, str]:
+    """Whether a kernel that walks runs of keys computes this problem, and why not."""
+    if problem.q.dtype not in (np.float32, np.float64):
+        return False, f"it computes in float32 and float64, not {problem.q.dtype}"
+    if problem.terms:
+        return False, f"it has no score terms ({', '.join(type(t).__name__ for t in problem.terms)})"
+    if problem.dropout is not None:
+        return False, "it has no dropout"
+    if problem.blocks is not None:
+        return False, "it has no gathered blocks"
+    if problem.visibility is not None and _interval(problem) is None:
+        return False, f"the keys that a row sees are no single run under {problem.visibility!r}"
+    return True, ""
+
+
+def row_runs(problem: AttentionProblem) -> tuple[np.ndarray, np.ndarray]:
+    """First and one past the last visible key of every row, host ints (b, g, r, q)."""
+    b, g, r, q, _ = problem.q.shape
+    k = problem.k.shape[-2]
+    found = (np.zeros(1, np.int64), np.full(1, k)) if problem.visibility is None else _interval(problem)
+    order = np.asarray(problem.heads).reshape(-1)
+    ends = []
+    for x in found or ():
+        x = np.broadcast_to(np.clip(x, 0, k), (b, g * r, q))
+        ends.append(x[:, order, :].reshape(b, g, r, q))
+    return ends[0], ends[1]
+
+
+def _interval(problem: AttentionProblem) -> tuple[Any, Any] | None:
+    b, g, r, q, _ = problem.q.shape
+    place = {"b": np.arange(b)[:, None, None], "h": np.arange(g * r)[:, None]}
+    return problem.visibility.interval(np.arange(q), q=q, k=problem.k.shape[-2], **place)
 
 
 @functools.cache

@@ -62,7 +62,11 @@ class NumpyBackend(Backend):
         """New memory for every tile costs as much in page faults as the product itself: tiles reuse their buffers."""
         if scratch is None or a.ndim != b.ndim or a.dtype != b.dtype:
             return np.matmul(a, b)
-        shape = (*(m if n == 1 else n for m, n in zip(a.shape[:-2], b.shape[:-2], strict=True)), a.shape[-2], b.shape[-1])
+        shape = (
+            *(m if n == 1 else n for m, n in zip(a.shape[:-2], b.shape[:-2], strict=True)),
+            a.shape[-2],
+            b.shape[-1],
+        )
         size = math.prod(shape)
         buffer = scratch.get(name)
         if buffer is None or buffer.size < size:
