@@ -180,6 +180,7 @@ def _compress_forward(
     bias: Any = None,
     usage: Any = None,
     dilation: int = 2,
+    backend: Any,
 ) -> tuple[Result, Any]:
     """floor(n / rate) rows in place of n; the n mod rate newest rows are dropped first.
 
@@ -241,8 +242,7 @@ def _compress_forward(
             raise ValueError(f"usage has shape {tuple(usage.shape)}: expected (..., {n}), one number per row of old")
         broadcast_leading(old=(old, 2), usage=(usage, 1))
         used = xp.broadcast_to(real(usage)[..., : count * rate], (*lead, count * rate))
-        # stable and from the end: of equal ones the newer comes first
-        order = xp.argsort(xp.flip(used, axis=-1), axis=-1, descending=True, stable=True)[..., :count]
+        order = backend.top_k(xp.flip(used, axis=-1), count)  # from the end: of equal ones the newer comes first
         kept = xp.sort(count * rate - 1 - order, axis=-1)
         chosen = xp.arange(count * rate) == kept[..., None]  # (..., count, n)
         at = xp.broadcast_to(kept[..., None], (*lead, count, m))
@@ -497,15 +497,14 @@ def stream(
     ----------
     segments : iterable of arrays (..., q, m)
         In order; any lengths.
-    layers : sequence
-        Objects with ``.vjp(x, memory)`` or, where compressed memories are kept, ``.vjp(x, memory, compressed)``, such as
-        ``ra.layers.bind(ra.layers.transformer_xl_layer, w_q=..., ...)``; a plain layer without memories is one whose
-        attribute ``memoryless`` is true.
+    layers : sequence of (function, arguments)
+        Such as ``(ra.layers.compressive_layer, {"w_q": ..., ...})``.  A function is given the memories it has arguments
+        for: ``memory``, ``compressed``; one without, such as ``feed_forward``, works on x alone.
     memory_length, compressed_length : int
         Rows of the memories of every layer.
     rate : int
         Compression rate; needed with compressed memories.
-    compress : callable, or a sequence of callables, one per layer
+    compress : callable, or a sequence of callables, one for each layer
         (..., n, m) -> (..., rows, m); default the mean over ``rate`` rows.
     evict : {"overflow", "segment"}
         As for ``update_compressed_memory``; "segment" starts with zeros.
@@ -555,14 +554,14 @@ def _walk(
 ) -> Iterator[Step]:
     for segment in segments:
         x, pulls, after, gone = segment, [], [], []
-        for n, layer in enumerate(layers):
+        for n, (layer, arguments) in enumerate(layers):
             memory, compressed = state[n] if state is not None else _initial(x, memory_length, compressed_length, zeros)
-            if getattr(layer, "memoryless", False):
-                result, pull = layer.vjp(x)
-                after.append((memory, compressed))
-                gone.append(x[..., :0, :])
-            elif compressed_length:
-                result, pull = layer.vjp(x, memory, compressed)
+            own = {"memory": memory, "compressed": compressed}
+            result, pull = layer.vjp(
+                x, **{name: a for name, a in own.items() if name in layer.differentiable}, **arguments
+            )
+            pulls.append(pull)
+            if compressed_length and "compressed" in layer.differentiable:
                 new = update_compressed_memory.forward(
                     memory, compressed, x, rate=rate, memory_length=memory_length, evict=evict,
                     compressed_length=compressed_length, compress=compressions[n] or _mean_of(rate),
@@ -570,11 +569,9 @@ def _walk(
                 after.append((new.memory, new.compressed))
                 gone.append(new.evicted)
             else:
-                result, pull = layer.vjp(x, memory)
                 rows = _joined(memory=memory, hidden=x)
                 after.append((update_memory(memory, x, length=memory_length), compressed))
                 gone.append(rows[..., : max(0, rows.shape[-2] - memory_length), :])
-            pulls.append(pull)
             x = result.output
         state = after
         yield Step(x, tuple(after), tuple(gone), _pullback(pulls))

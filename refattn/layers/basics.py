@@ -143,7 +143,8 @@ def _feed_forward_forward(
         require_integer("chunk", chunk, minimum=1)
         if x.ndim < 2:
             raise ValueError(f"chunk is {chunk} and x has shape {tuple(x.shape)}: expected (..., t, m)")
-        cuts = [(..., slice(t, t + chunk), slice(None)) for t in range(0, x.shape[-2], chunk)] or cuts
+        stops = range(chunk, x.shape[-2] + chunk, chunk)
+        cuts = [(..., slice(t - chunk, min(t, x.shape[-2])), slice(None)) for t in stops] or cuts
     parts, kept = [], None
     for cut in cuts:
         hidden = _affine(x[cut], w_1, b_1)
