@@ -88,13 +88,12 @@ def run(command: list[str], seconds: float, **environment: str) -> dict[str, Any
 
 
 def tests(left: Callable[[], float]) -> list[dict[str, Any]]:
-    """The tests of the backends and of what stands on them; Numba-CUDA on the GPU, or else on the simulator."""
+    """The tests of the backends and of what stands on them; Numba-CUDA on the simulator (the GPU is timed and checked)."""
     pytest = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    simulator = "0" if backends_by_name()["numba_cuda"].usable else "1"
     cuda = "tests/backends/test_numba_cuda.py"
     runs = [
         run([*pytest, *TESTS, f"--ignore={cuda}"], min(100, left())),
-        run([*pytest, cuda], min(60, left()), NUMBA_ENABLE_CUDASIM=simulator),
+        run([*pytest, cuda], min(60, left()), NUMBA_ENABLE_CUDASIM="1"),
     ]
     return [{**found, "ok": found["status"] == 0} for found in runs]
 
