@@ -290,6 +290,9 @@ def _named_dtype(compute: Any, xp: Any) -> Any:
 class Mechanism(Function):
     """An attention mechanism: a Function with a definition, a cost, an example and its known mistakes."""
 
+    probe_options: Sequence[Mapping[str, Any]] = ()
+    """Option sets that the verifier probes beside the general ones; see ``refattn.verification.probes``."""
+
     def __init__(
         self,
         forward: Callable[..., Any],

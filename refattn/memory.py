@@ -218,10 +218,10 @@ def _compress_forward(
     if old.ndim < 2:
         raise ValueError(f"old has shape {tuple(old.shape)}: expected (..., n, m)")
     convolution = method in ("conv", "dilated_conv")
-    for name, a, wanted in (("weight", weight, convolution), ("usage", usage, method == "most_used")):
-        if wanted != (a is not None):
+    for name, a, needed in (("weight", weight, convolution), ("usage", usage, method == "most_used")):
+        if needed != (a is not None):
             raise ValueError(
-                f"{name} is {'missing' if wanted else 'given'}: method={method!r} {'needs' if wanted else 'has no'} {name}"
+                f"{name} is {'missing' if needed else 'given'}: method={method!r} {'needs' if needed else 'has no'} {name}"
             )
     if bias is not None and not convolution:
         raise ValueError(f"bias is given: method={method!r} has no bias")

@@ -266,7 +266,7 @@ class Relative(Term):
     def apply(self, logits: Any, view: Any) -> tuple[Any, Any]:
         xp = namespace(logits)
         query, table, rows, missing, columns = self._block(view)
-        scores = 0.0
+        scores: Any = 0.0
         if table is not None:
             scores = view.backend.matmul(query * view.problem.scale, xp.matrix_transpose(table))
         if self.bias is not None:

@@ -4,7 +4,6 @@
 ``transformer_xl_mistakes``.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ class Compressive:
     sequence = ("compressed", "memory", "x")
 
     def __init__(self, arguments: Arguments) -> None:
-        self.a = {n: np.asarray(x, np.float64) if _floating(x) else x for n, x in arguments.items()}
+        self.a: Arguments = {n: np.asarray(x, np.float64) if _floating(x) else x for n, x in arguments.items()}
         parts = {n: self.a[n] for n in ("compressed", "memory", "x") if self.a.get(n) is not None}
         self.lead = np.broadcast_shapes(*(x.shape[:-2] for x in parts.values()))
         self.parts = {n: np.broadcast_to(x, (*self.lead, *x.shape[-2:])) for n, x in parts.items()}
@@ -33,9 +32,10 @@ class Compressive:
         return [n for n in self.sequence if n in self.parts]
 
     def places(self) -> Any:
-        kind, rate = self.a.get("compressed_positions", "slot"), self.a.get("rate")
+        kind = self.a.get("compressed_positions", "slot")
         if kind == "slot":
             return None
+        rate = int(self.a["rate"])
         n = self.parts["compressed"].shape[-2] if "compressed" in self.parts else 0
         rest = sum(x.shape[-2] for name, x in self.parts.items() if name != "compressed")
         inside = rate - 1 if kind == "span_end" else rate // 2
@@ -232,12 +232,12 @@ def _adapted(mutation: Mutation) -> Mutation:
         right.forward(), wrong.forward()
         state: dict[str, Any] = {}
 
-        def inner(inside: Arguments) -> dict[str, Any]:
+        def inner(inside: Arguments) -> dict[str, np.ndarray]:
             state["found"] = mutation.gradients(wrong.core(), inside)  # type: ignore[misc]
             return {**right.inner.backward(inside), **(state["found"] or {})}
 
         expected = right.backward(cotangents)
-        wrong.inner.backward = inner  # type: ignore[method-assign]
+        wrong.inner.backward = inner  # type: ignore[assignment, method-assign]
         if mutation.forward is not None:  # the wrong weights also meet w_o
             changed = mutation.forward(wrong.core())
             wrong.heads = wrong.heads if changed is None else changed
@@ -248,7 +248,7 @@ def _adapted(mutation: Mutation) -> Mutation:
     return Mutation(mutation.class_, mutation.says, None if mutation.forward is None else forward, own_gradients)
 
 
-_own: tuple[tuple[str, str, Callable[..., Any], dict[str, Any]], ...] = (
+_own: tuple[tuple[str, str, type, dict[str, Any]], ...] = (
     ("memory_order", "the memory stands before the compressed rows", _MemoryFirst, {}),
     ("memory_after_segment", "the segment stands before both memories", _SegmentFirst, {}),
     ("compressed_reversed", "the newest compressed row stands first", _CompressedReversed, {}),

@@ -136,14 +136,12 @@ def forward(
     xp = namespace(q, k, v)
     given = {"r": r, "u": u, "w": w, "position_bias": position_bias, "absolute_q": absolute_q, "absolute_k": absolute_k}
     n_q, n_k, n_p, places = _check(q, k, v, given, causal, same_length, key_places)
+    q_position: Any = None
     if absolute_q is not None:
-        q_content, q_position, k_content = q + absolute_q, None, k + absolute_k
+        q_content, k_content = q + absolute_q, k + absolute_k
     else:
-        q_content, q_position, k_content = (
-            q if u is None else q + u[:, None, :],
-            q if w is None else q + w[:, None, :],
-            k,
-        )
+        q_content, k_content = q if u is None else q + u[:, None, :], k
+        q_position = q if w is None else q + w[:, None, :]
     extra = [(x, 3) for x in (r, absolute_q, absolute_k) if x is not None]
     lead = broadcast_leading(q=(q, 3), k=(k, 3), v=(v, 3), **{f"r{n}": x for n, x in enumerate(extra)})
     if lead != broadcast_leading(q=(q_content, 3), k=(k, 3), v=(v, 3)):
@@ -342,7 +340,7 @@ def definition(
     (h, rows, d), (columns, e) = q.shape[-3:], v.shape[-2:]
     scale = (d**-0.5 if d else 1.0) if scale is None else float(np.reshape(scale, ()))
 
-    def full(x: np.ndarray | None) -> np.ndarray | None:
+    def full(x: Any) -> Any:
         return None if x is None else np.broadcast_to(x, lead + x.shape[-3:])
 
     q, k, v, r, absolute_q, absolute_k = map(full, (q, k, v, r, absolute_q, absolute_k))

@@ -325,8 +325,9 @@ def _as_softmax(a: Arguments) -> Arguments | None:
         found["mask"] = a["mask"]
     if one.causal:
         found.update(causal=True, align="lower_right")
-    if one.most() is not None:
-        found.update(window=(one.most() - 1, None))
+    most = one.most()
+    if most is not None:
+        found.update(window=(most - 1, None))
     return found
 
 
