@@ -102,7 +102,7 @@ def _blocks(
         size = min(max(16, math.ceil((left + right) / 2)), 128)
         behind, ahead = math.ceil(left / size), math.ceil(right / size)
     else:
-        size = block * max(1, 16 // block)
+        size = block * max(1, 8 // block)
         behind, ahead = (math.ceil(n * block / size) for n in (behind, 0 if causal else ahead))
     wide = left + right + (0 if exact else block) >= _LARGE or (behind + ahead + 1) * size >= t
 

@@ -1,0 +1,391 @@
+"""local_attention: windows by blocks and by distance, gradients, equality with its definition, stored cases."""
+
+import array_api_strict
+import numpy as np
+import pytest
+from support import assert_adjoint, assert_close, assert_gradients, cases, random_cotangents
+
+from refattn import positions
+from refattn.attention.local import local_attention as attention
+from refattn.attention.scaled_dot_product import scaled_dot_product_attention
+from refattn.patterns import window
+
+EPS = np.finfo(np.float64).eps
+B, H, T, D, E = 2, 3, 7, 2, 2
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def base(seed=0, **settings):
+    return attention.example(rng(seed), **{"b": B, "h": H, "t": T, "d": D, "e": E, "block": 2, **settings})
+
+
+def listed(t, block, look_backward=1, look_forward=0, exact=False, causal=False):
+    """The keys of every row by comparing one pair at a time."""
+    seen = np.zeros((t, t), bool)
+    for i in range(t):
+        for j in range(t):
+            if exact:
+                near = -block * look_forward <= i - j <= block * look_backward
+            else:
+                near = -look_forward <= i // block - j // block <= look_backward
+            seen[i, j] = near and (j <= i or not causal)
+    return seen
+
+
+WINDOWS = {
+    "default": {},
+    "causal": {"causal": True},
+    "both_sides": {"look_backward": 2, "look_forward": 1},
+    "own_block": {"look_backward": 0, "block": 3},
+    "ahead": {"look_backward": 0, "look_forward": 1, "block": 3},
+    "one": {"block": 1, "look_backward": 2},
+    "longer_than_t": {"block": 9},
+    "exact": {"exact": True, "look_forward": 1},
+    "exact_causal": {"exact": True, "causal": True, "block": 3},
+    "exact_oneself": {"exact": True, "look_backward": 0},
+    "exact_wide": {"exact": True, "block": 30, "look_forward": 2},
+}
+TOGETHER = {
+    "mask": rng(1).random((B, 1, T, T)) < 0.9,
+    "bias": np.where(rng(9).random((B, H, T, T)) < 0.1, -np.inf, rng(2).standard_normal((B, H, T, T))),
+    "causal": True, "align": "lower_right", "window": (3, None), "key_lengths": [7, 5], "query_lengths": [6, 7],
+    "query_segments": np.zeros((B, T), int), "key_segments": np.array([0, 0, 1, 0, 0, 0, 0]), "scale": 0.6, "softcap": 1.7,
+    "alibi_slopes": rng(3).random(H), "sinks": rng(4).standard_normal((H, 2)), "dropout_rate": 0.25,
+    "dropout_mask": rng(5).random((B, H, T, T)) < 0.75, "pattern": window(None, 2),
+    "score_mod": lambda s, b, h, i, j: s * (1 + 0.1 * h) + 0.1 * b - 0.05 * (i - j),
+}  # fmt: skip
+SHARED = {
+    "bias_shared": {"bias": rng(2).standard_normal((H, 1, T)), "look_forward": 1},
+    "lengths": {"key_lengths": [3, 0], "query_lengths": [5, 7]},
+    "dropout": {n: TOGETHER[n] for n in ("dropout_mask", "dropout_rate")},
+    "together": {**TOGETHER, "look_forward": 1},
+    "together_exact": {**TOGETHER, "exact": True, "look_forward": 1, "lse_includes_sinks": False, "softcap_after_bias": True},
+    "grouped": {"h": 4, "g": 2, "sinks": rng(4).standard_normal(4)},
+    "grouped_tile": {"h": 4, "g": 2, "head_map": "tile", "bias": rng(2).standard_normal((4, T, T))},
+}  # fmt: skip
+OPTIONS = {**WINDOWS, **SHARED}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_the_windows_are_those_listed(name):
+    seen = listed(23, **{"block": 2, **WINDOWS[name]})
+    arguments = base(t=23, **WINDOWS[name])
+    assert np.array_equal(attention.forward(**arguments, keep_weights=True).weights[0, 0] > 0, seen)
+    want = scaled_dot_product_attention.forward(**{n: arguments[n] for n in "qkv"}, mask=seen)
+    got = attention.forward(**arguments)
+    assert_close(got.output, want.output, 60 * EPS)  # up to 23 keys and 2 channels, both orders
+    assert_close(got.lse, want.lse, 60 * EPS)
+    assert attention.cost(t=23, d=2, e=1, **{"block": 2, **WINDOWS[name]}).multiplies == 3 * seen.sum()
+
+
+def test_an_exact_window_is_a_window_a_pattern_and_a_mask():
+    arguments = base(t=37, block=4, exact=True, look_backward=2, look_forward=1)
+    qkv = {n: arguments[n] for n in "qkv"}
+    got = attention(**arguments)
+    mask = listed(37, 4, 2, 1, exact=True)
+    for options in ({"window": (8, 4)}, {"pattern": window(8, 4)}, {"mask": mask}):
+        assert_close(got, scaled_dot_product_attention(**qkv, **options), 60 * EPS)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_gradients_by_complex_step(name):
+    arguments = base(**OPTIONS[name])
+    for n, x in arguments.items():  # one batch entry suffices: complex step calls once for every entry
+        if np.ndim(x) == 4 or n in ("query_lengths", "key_lengths", "query_segments"):
+            arguments[n] = x[:1]
+    names = [n for n in attention.differentiable if arguments.get(n) is not None and n != "bias"]
+    if name in ("bias_shared", "grouped_tile"):
+        names.append("bias")
+    assert_gradients(attention, arguments, rng(7), names=names)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_adjoint_identity(name):
+    assert_adjoint(attention, base(1, **OPTIONS[name]), rng(8))
+
+
+@pytest.mark.parametrize("t", [T, 70, 193])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_equals_definition_and_the_whole_algorithm(name, t):
+    """At 7 the tiles of the core serve, above it the batched blocks with ragged ends."""
+    if t != T and name in SHARED:
+        arguments = base(3, b=1, t=t, key_lengths=[t - 9], block=3, look_backward=2, look_forward=1)
+    else:
+        arguments = base(2, b=1, t=t, **WINDOWS[name]) if name in WINDOWS else base(2, **OPTIONS[name])
+    result, pullback = attention.vjp(**arguments)
+    whole, whole_pullback = attention.vjp(**arguments, algorithm="whole")
+    for field in ("output", "lse"):
+        assert_close(getattr(result, field), getattr(whole, field), 40 * EPS + t * EPS)
+        if t < 100:
+            assert_close(getattr(whole, field), getattr(attention.definition(**arguments), field), 40 * EPS + t * EPS)
+    cotangents = random_cotangents(attention, result, rng(3))
+    got = pullback(**cotangents)
+    for n, g in whole_pullback(**cotangents).items():
+        assert_close(got[n], g, 200 * EPS + 10 * t * EPS)
+
+
+@pytest.mark.parametrize("block", [1, 2, 17, 64, 130])
+@pytest.mark.parametrize("exact", [False, True])
+def test_batched_blocks_of_every_size(block, exact):
+    t = 401
+    arguments = base(4, b=1, h=2, t=t, block=block, exact=exact, look_forward=1, bias=rng(1).standard_normal((2, 1, t)))
+    result, pullback = attention.vjp(**arguments)
+    whole, whole_pullback = attention.vjp(**arguments, algorithm="whole")
+    assert_close(result.output, whole.output, t * EPS)
+    cotangents = random_cotangents(attention, result, rng(3))
+    got = pullback(**cotangents)
+    for n, g in whole_pullback(**cotangents).items():
+        assert_close(got[n], g, 10 * t * EPS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block": 64},
+        {"block": 64, "exact": True, "causal": True},
+        {"block": 1024, "exact": True},
+        {"block": 8, "causal": True},
+    ],
+    ids=str,
+)
+def test_computed_pairs_grow_with_the_length(options):
+    short, long = (attention.cost(t=t, d=1, e=0, **options) for t in (8192, 32768))
+    assert 3.9 < long.computed_multiplies / short.computed_multiplies < 4.25  # the first rows see less
+    assert long.computed_multiplies <= 2.2 * long.multiplies
+    assert long.peak_bytes < 4.25 * short.peak_bytes
+
+
+def test_pairs_of_an_exact_causal_window():
+    n, w = 1000, 60
+    assert (
+        attention.cost(q=n, k=n, d=1, e=0, block=w, exact=True, causal=True).multiplies
+        == n * (w + 1) - w * (w + 1) // 2
+    )
+
+
+def test_leading_axes_broadcast():
+    r = rng(5)
+    q, k, v = r.standard_normal((3, 1, H, T, D)), r.standard_normal((2, H, T, D)), r.standard_normal((H, T, E))
+    arguments = {"q": q, "k": k, "v": v, "block": 3, "bias": r.standard_normal((3, 1, H, T, T))}
+    result = attention.forward(**arguments)
+    assert result.output.shape == (3, 2, H, T, E)
+    assert_close(result.output, attention.definition(**arguments).output, 40 * EPS)
+    assert_adjoint(attention, arguments, r)
+
+
+@pytest.mark.parametrize("t", [T, 70])
+@pytest.mark.parametrize("name", ["default", "together_exact", "grouped_tile"])
+def test_strict_namespace(name, t):
+    arguments = base(7, **OPTIONS[name]) if t == T else base(7, t=t, key_lengths=[t, 50], softcap=2.0)
+    arguments.pop("score_mod", None)
+    strict = {n: array_api_strict.asarray(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
+    result, pullback = attention.vjp(**strict)
+    want, want_pullback = attention.vjp(**arguments)
+    cotangents = random_cotangents(attention, want, rng(1))
+    got = pullback(**{n: array_api_strict.asarray(x) for n, x in cotangents.items()})
+    assert type(result.output) is type(strict["q"])
+    assert_close(result.output, want.output, 20 * EPS)
+    for n, g in want_pullback(**cotangents).items():
+        assert_close(got[n], g, 100 * EPS)
+
+
+def test_poison_reaches_exactly_the_rows_that_may_see_it():
+    arguments = base(9, t=80, block=5)
+    clean = attention.forward(**arguments)
+    dirty = {**arguments, "v": arguments["v"].copy()}
+    dirty["v"][0, 1, 17, :] = np.nan
+    result, pullback = attention.vjp(**dirty)
+    seen = np.zeros((B, H, 80), bool)
+    seen[0, 1] = listed(80, 5)[:, 17]
+    assert np.array_equal(result.output[~seen], clean.output[~seen])
+    assert np.isnan(result.output[seen]).all()
+    assert np.isfinite(pullback(np.ones_like(result.output))["q"][~seen]).all()
+
+
+# ---------------------------------------------------------------------- others' numbers
+
+
+def _compare(arguments, arrays, *, tolerance, gradients=None):
+    """Output and gradients; ``gradients``: those of q and k after the caller's chain rule."""
+    result, pullback = attention.vjp(**arguments)
+    assert_close(result.output, arrays["out"], tolerance)
+    assert_close(attention.definition(**arguments).output, arrays["out"], tolerance)
+    found = pullback(arrays["cot_out"])
+    for n in "qkv":
+        got = found[n] if gradients is None or n not in gradients else gradients[n](found[n])
+        assert_close(got, arrays[f"grad_{n}"], 10 * tolerance)
+    return found
+
+
+LOCAL = {name: (meta, arrays) for name, meta, arrays in cases("local_attention")}
+
+
+def _options(meta, arrays):
+    o = meta["options"]
+    found = {"block": o["window_size"], "exact": o["exact_windowsize"], "causal": o["causal"]}
+    found |= {n: o[n] for n in ("look_backward", "look_forward")}
+    if o["scale"]:
+        found["scale"] = o["scale"]
+    if "in_mask" in arrays:
+        found["mask"] = arrays["in_mask"][:, None, None, :]
+    return {**{n: arrays[f"in_{n}"] for n in "qkv"}, **found}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        n
+        for n, (m, a) in LOCAL.items()
+        if not (m["options"]["shared_qk"] or m["options"]["rotary_dim"] or "in_attn_bias" in a)
+    ],
+)
+def test_stored_cases_of_local_attention(name):
+    meta, arrays = LOCAL[name]
+    _compare(_options(meta, arrays), arrays, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("name", [n for n, (m, _) in LOCAL.items() if m["options"]["shared_qk"]])
+def test_stored_cases_with_shared_keys(name):
+    """There the keys have norm 1, and a logit of -5e4 makes oneself the last resort."""
+    meta, arrays = LOCAL[name]
+    arguments = _options(meta, arrays)
+    k, t = arguments["k"], np.arange(arguments["k"].shape[-2])
+    norm = np.linalg.norm(k, axis=-1, keepdims=True)
+    arguments |= {"k": k / norm, "bias": np.where(t[:, None] == t, -5e4, 0.0)}
+    back = {"k": lambda d: (d - k / norm * (k / norm * d).sum(-1, keepdims=True)) / norm}
+    _compare(arguments, arrays, tolerance=1e-10, gradients=back)
+
+
+def test_stored_case_with_a_bias_for_places_in_a_block():
+    meta, arrays = LOCAL["attn_bias"]
+    arguments = _options(meta, arrays)
+    w, t = arguments["block"], np.arange(arguments["q"].shape[-2])
+    place = t - (t[:, None] // w - arguments["look_backward"]) * w
+    inside = (place >= 0) & (place < arrays["in_attn_bias"].shape[-1])
+    index = (slice(None), np.broadcast_to(t[:, None] % w, place.shape), np.where(inside, place, 0))
+    arguments["bias"] = np.where(inside, arrays["in_attn_bias"][index], 0.0)
+    gradients = _compare(arguments, arrays, tolerance=1e-10)
+    d = np.zeros_like(arrays["in_attn_bias"])
+    np.add.at(d, index, np.where(inside, gradients["bias"], 0.0))
+    assert_close(d, arrays["grad_attn_bias"], 1e-9)
+
+
+@pytest.mark.parametrize("name", [n for n, (m, _) in LOCAL.items() if m["options"]["rotary_dim"]])
+def test_stored_cases_with_rotary_positions(name):
+    """There the angles are float32: 1e-6.  Where queries may look ahead, theirs run ahead of the keys' by one window."""
+    meta, arrays = LOCAL[name]
+    o, arguments = meta["options"], _options(meta, arrays)
+    t, d = np.arange(arguments["q"].shape[-2]), o["rotary_dim"]
+    ahead = 0
+    if meta.get("quirk"):
+        assert "shifted by one window" in meta["quirk"]
+        ahead = o["window_size"]
+    turned = {}
+    for n, places in (("q", t + ahead), ("k", t)):
+        factor = 1.0
+        if o["xpos"]:
+            power = (t / o["xpos_scale_base"])[:, None] * (1 if n == "q" else -1)
+            factor = np.tile(((np.arange(0, d, 2) + 0.4 * d) / (1.4 * d)) ** power, 2)
+        result, back = positions.rotary.vjp(x=arguments[n], positions=places, base=10000.0, layout="half")
+        arguments[n] = np.asarray(result.output) * factor
+        turned[n] = lambda g, back=back, factor=factor: back(output=np.asarray(g) * factor)["x"]
+    _compare(arguments, arrays, tolerance=1e-6, gradients=turned)
+
+
+@pytest.mark.parametrize("name", [c for c in cases("hf_reformer") if c[0].startswith("local")], ids=lambda c: c[0])
+def test_stored_cases_of_reformer_local_attention(name):
+    _, meta, arrays = name
+    o = meta["options"]
+    keep = arrays.get("in_attention_mask")
+    arguments = {**{n: arrays[f"in_{n}"] for n in "qkv"}, "block": o["chunk_length"], "causal": o["causal"]}
+    arguments |= {"look_backward": o["chunks_before"], "look_forward": o["chunks_after"]}
+    if keep is not None:
+        arguments["mask"] = keep.astype(bool)[:, None, None]
+    tolerance = 1e-10 if arrays["out"].dtype == np.float64 else 2e-5
+    if not meta.get("quirk"):
+        _compare(arguments, arrays, tolerance=tolerance)
+        return
+    # it wraps around: that is the mistake of that name here, gradients included
+    assert "wrap" in meta["quirk"]
+    wrapped = next(m for m in attention.mutations if m.class_ == "local_wrap")
+    assert_close(wrapped.forward(arguments).output, arrays["out"], tolerance)
+    gradients = wrapped.gradients(arguments, {"output": arrays["cot_out"]})
+    for n in "qkv":
+        assert_close(gradients[n], arrays[f"grad_{n}"], 10 * tolerance)
+    own = attention(**arguments)
+    first = slice(0, o["chunk_length"])
+    assert np.abs(own[..., first, :] - arrays["out"][..., first, :]).max() > 1e-3
+    assert_close(own[..., o["chunk_length"] :, :], arrays["out"][..., o["chunk_length"] :, :], tolerance)
+
+
+def test_stored_case_of_fast_transformers():
+    """An even context of c keys begins c / 2 before the query: a window, not one of blocks."""
+    for _, meta, arrays in cases("fast_transformers"):
+        if "local_context" not in meta["options"]:
+            continue
+        c = meta["options"]["local_context"]
+        arguments = {**{n: arrays[f"in_{n}"] for n in "qkv"}, "window": (None, c - c // 2 - 1), "align": "upper_left"}
+        arguments |= {"block": c // 2, "exact": True, "look_forward": 1}
+        if "in_key_lengths" in arrays:
+            arguments["key_lengths"] = arrays["in_key_lengths"]
+        tolerance = 1e-10 if arrays["out"].dtype == np.float64 else 2e-5
+        _compare(arguments, arrays, tolerance=tolerance)
+
+
+# ---------------------------------------------------------------------- bad input, mistakes
+
+BAD = {
+    "block_0": ({"block": 0}, ValueError, "block is 0: expected at least 1"),
+    "block_float": ({"block": 2.5}, TypeError, "block is 2.5: expected an integer"),
+    "backward": ({"look_backward": -1}, ValueError, "look_backward is -1: expected at least 0"),
+    "forward": ({"look_forward": -1}, ValueError, "look_forward is -1: expected at least 0"),
+    "exact": ({"exact": 1}, TypeError, "exact is 1: expected True or False"),
+    "lengths": ({"q": np.zeros((B, H, 3, D))}, ValueError, "as many queries as keys"),
+    "heads": ({"k": np.zeros((B, 2, T, D)), "v": np.zeros((B, 2, T, E))}, ValueError, "3 is not a multiple of 2"),
+    "unknown": ({"blocks": 3}, TypeError, "did you mean 'block'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    change, kind, message = BAD[name]
+    with pytest.raises(kind, match=message):
+        attention.forward(**{**base(), **change})
+
+
+@pytest.mark.parametrize("sizes", [{"b": 0}, {"t": 0}, {"t": 1}, {"e": 0}, {"d": 0}])
+def test_empty_axes(sizes):
+    arguments = base(**sizes)
+    for algorithm in ("auto", "whole", "tiled"):
+        result, pullback = attention.vjp(**arguments, algorithm=algorithm)
+        assert result.output.shape == (*arguments["q"].shape[:-1], arguments["v"].shape[-1])
+        assert all(pullback(result.output)[n].shape == arguments[n].shape for n in "qkv")
+
+
+OWN = ("local_wrap", "local_bounds", "local_blocks_for_distance", "local_own_block_only", "local_own_block_causal",
+       "local_tail_dropped", "local_first_block_empty")  # fmt: skip
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("class_", OWN)
+def test_own_mistakes_differ_visibly(class_, exact):
+    arguments = base(11, t=20, block=3, look_backward=2, look_forward=1, exact=exact)
+    right, pullback = attention.vjp(**arguments)
+    cotangents = random_cotangents(attention, right, rng(1))
+    gradients = pullback(**cotangents)
+    for mutation in attention.mutations:
+        if mutation.class_ == class_ and mutation.forward is not None:
+            wrong = mutation.forward(arguments)
+            assert np.abs(np.asarray(wrong.output) - right.output).max() > 1e-3, mutation.says
+            d = mutation.gradients(arguments, cotangents)
+            assert max(np.abs(d[n] - gradients[n]).max() for n in d) > 1e-3, mutation.says
+
+
+def test_a_mistake_that_changes_nothing_is_not_offered():
+    arguments = base(11, t=6, block=3, look_backward=1, causal=True)
+    for mutation in attention.mutations:
+        if mutation.class_ in ("local_wrap", "local_own_block_causal", "local_tail_dropped", "local_first_block_empty"):
+            assert mutation.forward(arguments) is None, mutation.says
