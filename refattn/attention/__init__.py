@@ -1,6 +1,7 @@
 """One file per mechanism."""
 
 from refattn.attention.compressive import compressive_attention
+from refattn.attention.linear import linear_attention
 from refattn.attention.local import local_attention
 from refattn.attention.lsh import lsh_attention
 from refattn.attention.multi_head import multi_head_attention
@@ -11,6 +12,7 @@ from refattn.attention.transformer_xl import transformer_xl_attention
 
 __all__ = [
     "compressive_attention",
+    "linear_attention",
     "local_attention",
     "lsh_attention",
     "multi_head_attention",

@@ -1,0 +1,301 @@
+"""linear_attention: gradients, the three forms, a state carried across splits, definition, stored cases, counts, mistakes."""
+
+import array_api_strict
+import numpy as np
+import pytest
+from support import assert_adjoint, assert_close, assert_gradients, cases, random_cotangents
+
+from refattn import precision
+from refattn.attention.linear import linear_attention as attention
+from refattn.attention.linear_mistakes import Steps
+
+EPS = np.finfo(np.float64).eps
+FORMS = ("parallel", "recurrent", "chunked")
+B, H, N, D, E = 2, 2, 7, 3, 2
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "state": {"causal": True, "state": True, "normalizer": True},
+    "state_full": {"state": True, "normalizer": True, "q": 4},
+    "state_alone": {"state": True, "normalize": False, "causal": True},
+    "sums": {"normalize": False, "feature_map": "identity", "causal": True},
+    "identity": {"feature_map": "identity", "causal": True},
+    "eps": {"normalize_eps": 0.5, "causal": True},
+    "lengths": {"key_lengths": np.array([4, 7])},
+    "lengths_causal": {"key_lengths": (3, 7), "causal": True, "state": True, "normalizer": True},
+    "no_keys": {"key_lengths": (0, 5)},
+    "no_keys_causal": {"key_lengths": (0, 5), "causal": True},
+    "more_queries": {"q": 9, "k": 4},
+}
+
+
+def arguments(name, seed=0, **more):
+    sizes = {"b": B, "h": H, "q": N, "k": N, "d": D, "e": E}
+    return attention.example(rng(seed), **{**sizes, **OPTIONS[name], "scale": 0.7, **more})
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_by_complex_step(name, form):
+    given = arguments(name, form=form, chunk=3, h=1)
+    names = [n for n in attention.differentiable if given.get(n) is not None]
+    if given.get("normalize", True) and not given.get("normalize_eps"):
+        names.remove("scale")  # it cancels: rounding against 0
+    assert_gradients(attention, given, rng(1), names=names)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_adjoint_identity(name, form):
+    assert_adjoint(attention, arguments(name, 1, form=form, chunk=3), rng(2))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_forms_equal_definition(name):
+    want = attention.definition(**arguments(name, 2))
+    for form in FORMS:
+        result = attention.forward(**arguments(name, 2, form=form, chunk=3))
+        for field in result:  # sums of at most 7 positive weights times values of order 1
+            assert_close(getattr(result, field), getattr(want, field), 50 * EPS)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_steps_of_the_mistakes_are_right(name):
+    given = arguments(name, 3)
+    result, pullback = attention.vjp(**given)
+    steps = Steps(given)
+    for field, x in steps.forward().fields.items():
+        assert_close(x, getattr(result, field), 50 * EPS)
+    cotangents = random_cotangents(attention, result, rng(3))
+    gradients = pullback(**cotangents)
+    for n, g in steps.backward(cotangents).items():
+        assert_close(g, gradients[n], 200 * EPS)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_three_forms_agree_with_the_state_carried_across_splits(form):
+    n, cut = 200, 77
+    given = attention.example(rng(4), b=1, h=2, q=n, k=n, d=8, e=5, causal=True, state=True, normalizer=True)
+    whole, pullback = attention.vjp(**given)
+    cotangents = random_cotangents(attention, whole, rng(4))
+    want = pullback(**cotangents)
+
+    def part(at, state, normalizer):
+        rows = {x: given[x][..., at, :] for x in "qkv"}
+        return attention.vjp(**rows, causal=True, form=form, chunk=16, state=state, normalizer=normalizer)
+
+    first, back_first = part(slice(0, cut), given["state"], given["normalizer"])
+    second, back_second = part(slice(cut, n), first.state, first.normalizer)
+    assert_close(np.concatenate([first.output, second.output], -2), whole.output, 1e-12)
+    assert_close(second.state, whole.state, 1e-12)
+    assert_close(second.normalizer, whole.normalizer, 1e-12)
+    late = back_second(**{**cotangents, "output": cotangents["output"][..., cut:, :]})
+    early = back_first(output=cotangents["output"][..., :cut, :], state=late["state"], normalizer=late["normalizer"])
+    for x in "qkv":
+        assert_close(np.concatenate([early[x], late[x]], -2), want[x], 1e-12 * max(1, np.abs(want[x]).max()))
+    assert_close(early["state"], want["state"], 1e-12 * np.abs(want["state"]).max())
+    assert_close(early["normalizer"], want["normalizer"], 1e-12 * np.abs(want["normalizer"]).max())
+
+
+def test_values_of_one_give_one():
+    given = arguments("causal", 5)
+    given["v"] = np.ones_like(given["v"])
+    for form in FORMS:
+        assert_close(attention(**given, form=form, chunk=2), np.ones((B, H, N, E)), 8 * EPS)
+
+
+def test_leading_axes_broadcast():
+    draw = rng(6)
+    q, k = draw.standard_normal((3, 1, H, N, D)), draw.standard_normal((2, H, N, D))
+    v, state = draw.standard_normal((H, N, E)), draw.standard_normal((3, 2, H, D, E))
+    given = {"q": q, "k": k, "v": v, "state": state, "causal": True, "key_lengths": np.full((3, 2), 5), "chunk": 3}
+    result = attention.forward(**given, form="chunked")
+    assert result.output.shape == (3, 2, H, N, E)
+    assert_close(result.output, attention.definition(**given).output, 50 * EPS)
+    assert_adjoint(attention, {**given, "form": "chunked"}, rng(6))
+    for at in np.ndindex(3, 2):
+        alone = attention(q[at[0], 0], k[at[1]], v, state=state[at], causal=True, key_lengths=5)
+        assert_close(result.output[at], alone, 20 * EPS)
+
+
+@pytest.mark.parametrize("name", ["plain", "state", "lengths_causal", "sums"])
+@pytest.mark.parametrize("form", FORMS)
+def test_strict_namespace(name, form):
+    given = arguments(name, 7, form=form, chunk=3)
+    strict = {n: array_api_strict.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
+    want, back = attention.vjp(**given)
+    got, back_strict = attention.vjp(**strict)
+    cotangents = random_cotangents(attention, want, rng(7))
+    gradients = back(**cotangents)
+    others = back_strict(**{n: array_api_strict.asarray(x) for n, x in cotangents.items()})
+    for field in want:
+        assert_close(np.asarray(getattr(got, field)), getattr(want, field), 20 * EPS)
+    for n, g in gradients.items():
+        assert_close(np.asarray(others[n]), g, 50 * EPS)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nan_reaches_only_those_who_see_it(form):
+    given = arguments("causal", 8, form=form, chunk=3)
+    want, back = attention.vjp(**given)
+    for name in "kv":
+        poisoned = {**given, name: given[name].copy()}
+        poisoned[name][..., 4, :] = np.nan
+        result, pullback = attention.vjp(**poisoned)
+        assert np.array_equal(result.output[..., :4, :], want.output[..., :4, :])
+        assert np.isnan(result.output[..., 4:, :]).all()
+        cotangents = random_cotangents(attention, want, rng(8))
+        assert np.array_equal(pullback(**cotangents)["q"][..., :4, :], back(**cotangents)["q"][..., :4, :])
+    padded = {**given, "key_lengths": (4, 4)}
+    want, back = attention.vjp(**padded)
+    for name in "kv":
+        poisoned = {**padded, name: padded[name].copy()}
+        poisoned[name][..., 4:, :] = np.nan
+        result, pullback = attention.vjp(**poisoned)
+        cotangents = random_cotangents(attention, want, rng(8))
+        for field in want:
+            assert np.array_equal(getattr(result, field), getattr(want, field))
+        got, expected = pullback(**cotangents), back(**cotangents)
+        for x in "qkv":
+            assert np.array_equal(got[x], expected[x])
+
+
+def test_half_precision_is_computed_in_float32():
+    given = {n: x.astype(np.float16) for n, x in arguments("causal", 9, scale=None).items() if n in "qkv"}
+    result = attention.forward(**given, causal=True)
+    assert result.output.dtype == np.float16
+    assert result.state.dtype == result.normalizer.dtype == np.float32
+    assert_close(result.output, attention.definition(**given, causal=True).output, 2 * 2.0**-11)
+
+
+def test_empty_arrays():
+    given = {"q": np.zeros((1, 2, 3, 4)), "k": np.zeros((1, 2, 0, 4)), "v": np.zeros((1, 2, 0, 5))}
+    result, pullback = attention.vjp(**given)
+    assert np.array_equal(result.output, np.zeros((1, 2, 3, 5)))
+    assert pullback(np.ones((1, 2, 3, 5)))["k"].shape == (1, 2, 0, 4)
+    result, pullback = attention.vjp(given["k"], given["k"], given["v"], causal=True)
+    assert result.output.shape == (1, 2, 0, 5)
+    assert pullback(result.output)["q"].shape == (1, 2, 0, 4)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "form": "chunked", "chunk": 16}])
+def test_cost_equals_counted_products(options, direction):
+    sizes = {"b": 2, "h": 3, "q": 40, "k": 40, "d": 6, "e": 5}
+    given = attention.example(rng(10), **sizes, **options)
+    counter = precision.counting()
+    moved = {n: counter.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
+    result, pullback = attention.vjp(**moved)
+    if direction == "backward":
+        counter.counts.reset()
+        pullback(counter.asarray(np.ones(result.output.shape)))
+    assert counter.counts.multiplies == attention.cost(**sizes, **options, direction=direction).computed_multiplies
+    assert attention.cost(**sizes, **options).multiplies <= attention.cost(**sizes, **options).computed_multiplies
+
+
+def test_cost_is_linear_in_the_length():
+    counts = [attention.cost(q=n, k=n, d=64, causal=True, form="chunked").computed_multiplies for n in (1024, 4096)]
+    assert counts[1] == 4 * counts[0]
+
+
+# ------------------------------------------------------------------------------------------------ stored cases
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "name, meta, arrays",
+    [c for c in cases("fast_transformers") if "linear_elu" in c[0]],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_fast_transformers(name, meta, arrays, form):
+    causal = bool(meta["options"].get("causal")) or name.startswith("recurrent")
+    given = {"q": arrays["in_q"], "k": arrays["in_k"], "v": arrays["in_v"], "causal": causal}
+    given.update(scale=1.0, normalize_eps=1e-6, form=form, chunk=4)
+    if "in_key_lengths" in arrays:
+        given["key_lengths"] = arrays["in_key_lengths"]
+    check(given, arrays, 2e-6 if arrays["in_q"].dtype == np.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "name, meta, arrays",
+    [c for c in cases("fla") if c[0].startswith("linear_attn")],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_fla(name, meta, arrays, form):
+    given = {"q": arrays["in_q"], "k": arrays["in_k"], "v": arrays["in_v"], "causal": True, "form": form, "chunk": 4}
+    normalized = name == "linear_attn_normalized"
+    given.update(feature_map="identity", normalize=normalized, normalize_eps=1e-10)
+    if "in_h0" in arrays:
+        given.update(state=arrays["in_h0"], scale=0.7)
+    check(given, arrays, 1e-12)
+
+
+def check(given, arrays, tolerance):
+    result, pullback = attention.vjp(**given)
+    assert_close(result.output, arrays["out"], tolerance)
+    assert_close(attention.definition(**given).output, arrays["out"], tolerance)
+    for stored, field in (("out_S", "state"), ("out_state", "state"), ("out_Z", "normalizer")):
+        if stored in arrays:
+            assert_close(getattr(result, field), arrays[stored], tolerance)
+    if "cot_out" in arrays:
+        gradients = pullback(arrays["cot_out"])
+        for x in ("q", "k", "v"):
+            assert_close(gradients[x], arrays["grad_" + x], 10 * tolerance)
+
+
+# ------------------------------------------------------------------------------------------------ mistakes and bad input
+
+SHOWN_BY = {
+    "eps_drop": "eps", "tail_unmasked": "lengths", "state_drop": "state", "no_scale": "sums", "norm_recip": "causal",
+    "norm_future": "causal", "causal_drop": "causal", "causal_strict": "causal", "chunk_vs_recurrent": "causal",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutation", attention.mutations, ids=lambda m: m.says.replace(" ", "_"))
+def test_mistakes_differ(mutation):
+    given = arguments(SHOWN_BY.get(mutation.class_, "plain"), 11)
+    result, pullback = attention.vjp(**given)
+    cotangents = random_cotangents(attention, result, rng(11))
+    right = pullback(**cotangents)
+    if mutation.forward is not None:
+        wrong = mutation.forward(given)
+        moved = max(np.abs(getattr(wrong, n) - getattr(result, n)).max() for n in wrong)
+        assert moved > 1e-3
+    wrong = mutation.gradients(given, cotangents)
+    assert set(wrong) == set(right)
+    assert max(np.abs(wrong[n] - right[n]).max() for n in wrong) > 1e-3
+
+
+def test_mistakes_that_do_not_show_say_so():
+    given = arguments("identity", 12, causal=False, scale=1.0)
+    silent = [m.class_ for m in attention.mutations if m.forward is not None and m.forward(given) is None]
+    assert {"eps_drop", "causal_drop", "tail_unmasked", "state_drop", "no_scale", "feature_offset"} <= set(silent)
+
+
+BAD = {
+    "unequal": ({"causal": True, "q": np.zeros((B, H, 5, D))}, ValueError, "as many queries as keys"),
+    "map": ({"feature_map": "relu"}, ValueError, "feature_map is 'relu'"),
+    "form": ({"form": "tiled"}, ValueError, "form is 'tiled'"),
+    "chunk": ({"chunk": 0}, ValueError, "chunk is 0: expected at least 1"),
+    "channels": ({"k": np.zeros((B, H, N, 4))}, ValueError, "k has shape (2, 2, 7, 4)"),
+    "state": ({"state": np.zeros((B, H, E, D))}, ValueError, "state has shape (2, 2, 2, 3)"),
+    "normalizer": ({"normalizer": np.zeros((B, H, E))}, ValueError, "normalizer has shape (2, 2, 2)"),
+    "lengths": ({"key_lengths": (3, 9)}, ValueError, "key_lengths is [3, 9]: expected between 0 and 7"),
+    "scale": ({"scale": float("nan")}, ValueError, "scale is nan"),
+    "mask": ({"mask": np.ones((N, N), bool)}, TypeError, "has no option 'mask'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    change, kind, message = BAD[name]
+    with pytest.raises(kind) as caught:
+        attention.forward(**{**arguments("plain"), **change})
+    assert message in str(caught.value)
