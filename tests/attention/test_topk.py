@@ -1,0 +1,387 @@
+"""topk_attention: the choice, gradients with the choice held fixed, equality with its definition, stored cases."""
+
+import array_api_strict
+import numpy as np
+import pytest
+from support import assert_adjoint, assert_close, assert_gradients, cases, random_cotangents
+
+from refattn import patterns
+from refattn.attention.scaled_dot_product import scaled_dot_product_attention
+from refattn.attention.topk import topk_attention as attention
+
+EPS = np.finfo(np.float64).eps
+B, H, Q, K, D, E = 2, 3, 4, 6, 3, 2
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def base(seed=0, **settings):
+    return attention.example(rng(seed), **{"b": B, "h": H, "q": Q, "k": K, "d": D, "e": E, "count": 2, **settings})
+
+
+def random_indices(r, shape, n, keys):
+    """Distinct keys, in no order, some of them -1."""
+    rows = np.stack([r.permutation(keys)[:n] for _ in range(int(np.prod(shape)))]).reshape(*shape, n)
+    return np.where(r.random(rows.shape) < 0.2, -1, rows)
+
+
+TOGETHER = {
+    "mask": rng(1).random((B, 1, Q, K)) < 0.9,
+    "bias": np.where(rng(9).random((B, H, Q, K)) < 0.1, -np.inf, rng(2).standard_normal((B, H, Q, K))),
+    "causal": True, "align": "lower_right", "window": (4, None), "key_lengths": [6, 5], "query_lengths": [4, 3],
+    "query_segments": np.zeros((B, Q), int), "key_segments": np.array([0, 0, 1, 0, 0, 0]), "scale": 0.6, "softcap": 1.7,
+    "alibi_slopes": rng(3).random(H), "sinks": rng(4).standard_normal((H, 2)), "dropout_rate": 0.25,
+    "dropout_mask": rng(5).random((B, H, Q, K)) < 0.75, "pattern": ~patterns.dense(np.eye(Q, K, 1, dtype=bool)),
+    "score_mod": lambda s, b, h, i, j: s * (1 + 0.1 * h) + 0.1 * b - 0.05 * (i - j),
+}  # fmt: skip
+OPTIONS = {
+    "plain": {},
+    "one": {"count": 1},
+    "all": {"count": K},
+    "causal": {"causal": True, "align": "lower_right", "count": 3},
+    "causal_empty_rows": {"causal": True, "align": -2, "count": 3},
+    "bias_shared": {"bias": rng(2).standard_normal((H, 1, K)), "count": 3},
+    "lengths": {"key_lengths": [3, 0], "query_lengths": [3, 4]},
+    "dropout": {n: TOGETHER[n] for n in ("dropout_mask", "dropout_rate")},
+    "sinks": {"sinks": rng(4).standard_normal(H)},
+    "together": {**TOGETHER, "count": 3},
+    "together_after": {**TOGETHER, "count": 4, "lse_includes_sinks": False, "softcap_after_bias": True},
+    "indices": {"indices": random_indices(rng(6), (B, H, Q), 4, K)},
+    "indices_shared": {"indices": random_indices(rng(6), (1, Q), 3, K)},
+    "indices_masked": {**TOGETHER, "indices": random_indices(rng(6), (B, H, Q), 4, K)},
+    "indices_none": {"indices": np.full((B, H, Q, 2), -1)},
+    "indices_no_places": {"indices": np.zeros((B, H, Q, 0), int)},
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "causal", "lengths", "together", "together_after", "indices_masked", "bias_shared"]
+)
+def test_gradients_by_complex_step(name):
+    """The step of 1e-200 cannot change which logits are largest."""
+    arguments = base(**OPTIONS[name])
+    names = [
+        n for n in attention.differentiable if arguments.get(n) is not None and (n != "bias" or name == "bias_shared")
+    ]
+    assert_gradients(attention, arguments, rng(7), names=names)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_adjoint_identity(name):
+    assert_adjoint(attention, base(1, **OPTIONS[name]), rng(8))
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "whole", "tiled"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_equals_definition(name, algorithm):
+    arguments = base(2, **OPTIONS[name])
+    result = attention.forward(**arguments, algorithm=algorithm)
+    want = attention.definition(**arguments)
+    assert np.array_equal(result.indices, want.indices)
+    assert result.indices.dtype == np.int64
+    assert_close(result.output, want.output, 40 * EPS)
+    assert_close(result.lse, want.lse, 40 * EPS)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gathered_gradients_equal_masked_ones(name):
+    arguments = base(3, **OPTIONS[name])
+    result, pullback = attention.vjp(**arguments)
+    _, masked = attention.vjp(**arguments, algorithm="whole")
+    cotangents = random_cotangents(attention, result, rng(3))
+    got = pullback(**cotangents)
+    for n, g in masked(**cotangents).items():
+        assert_close(got[n], g, 200 * EPS)
+
+
+# ---------------------------------------------------------------------- the choice
+
+
+def test_all_keys_are_plain_attention():
+    for more in ({}, {"causal": True, "align": "lower_right"}, {"bias": TOGETHER["bias"], "mask": TOGETHER["mask"]}):
+        arguments = {**base(4, count=K), **more}
+        result, pullback = attention.vjp(**arguments)
+        del arguments["count"]
+        want, want_pullback = scaled_dot_product_attention.vjp(**arguments)
+        assert_close(result.output, want.output, 40 * EPS)
+        assert_close(result.lse, want.lse, 40 * EPS)
+        cotangents = random_cotangents(attention, want, rng(1))
+        got = pullback(**cotangents)
+        for n, g in want_pullback(**cotangents).items():
+            assert_close(got[n], g, 100 * EPS)
+
+
+def test_indices_given_are_a_mask():
+    indices = OPTIONS["indices"]["indices"]
+    mask = (indices[..., None] == np.arange(K)).any(-2)
+    arguments = base(5, **OPTIONS["indices"])
+    want = scaled_dot_product_attention.forward(**{n: arguments[n] for n in "qkv"}, mask=mask)
+    assert_close(attention(**arguments), want.output, 40 * EPS)
+    order = rng(1).permuted(indices, axis=-1)
+    assert_close(attention(**{**arguments, "indices": order}), want.output, 40 * EPS)
+    chosen = attention.forward(**base(5))
+    again = attention.forward(**{**base(5), "count": None, "indices": chosen.indices})
+    assert_close(again.output, chosen.output, 4 * EPS)
+
+
+def test_ties_go_to_the_lower_index():
+    q, k, v = np.ones((1, 2, 1)), np.array([[[1.0], [2.0], [2.0], [1.0], [2.0]]]), np.arange(5.0).reshape(1, 5, 1)
+    assert attention.forward(q, k, v, count=2).indices.tolist() == [[[1, 2], [1, 2]]]
+    assert attention.forward(q, k, v, count=4).indices.tolist() == [[[1, 2, 4, 0]] * 2]
+    assert attention.forward(q, -k, v, count=3).indices.tolist() == [[[0, 3, 1]] * 2]
+    assert attention.forward(q, k, v, count=2, mask=np.array([True, False, True, True, True])).indices.tolist() == [
+        [[2, 4]] * 2
+    ]
+    assert_close(attention(q, k, v, count=2), [[[1.5], [1.5]]], 4 * EPS)
+
+
+def test_the_choice_comes_after_the_bias_and_visibility_and_before_dropout():
+    q, k, v = np.zeros((1, 1, 2)), np.zeros((1, 4, 2)), np.arange(4.0).reshape(1, 4, 1)
+    bias = np.array([0.0, 3.0, 1.0, 2.0])
+    assert attention.forward(q, k, v, count=2, bias=bias[None]).indices.tolist() == [[[1, 3]]]
+    hidden = np.array([[True, False, True, True]])
+    assert attention.forward(q, k, v, count=2, bias=bias[None], mask=hidden).indices.tolist() == [[[3, 2]]]
+    few = attention.forward(q, k, v, count=3, bias=np.array([[-np.inf, 0.0, -np.inf, 1.0]]))
+    assert few.indices.tolist() == [[[3, 1, -1]]]
+    assert_close(few.lse, [[np.log(1 + np.e)]], 4 * EPS)
+    dropped = attention.forward(q, k, v, count=2, bias=bias[None], dropout_mask=np.array([[True, False, True, True]]))
+    assert dropped.indices.tolist() == [[[1, 3]]]
+    assert_close(dropped.output, [[[3 / (1 + np.e)]]], 4 * EPS)
+
+
+def test_unchosen_pairs_have_no_gradient():
+    arguments = base(6, bias=rng(1).standard_normal((B, H, Q, K)), count=2)
+    result, pullback = attention.vjp(**arguments)
+    d = pullback(**random_cotangents(attention, result, rng(2)))["bias"]
+    assert np.array_equal(d != 0, (result.indices[..., None] == np.arange(K)).any(-2))
+
+
+def test_a_nan_in_a_key_reaches_exactly_the_rows_that_see_it():
+    arguments = base(7, causal=True, align="lower_right")
+    clean = attention.forward(**arguments)
+    dirty = {**arguments, "k": arguments["k"].copy()}
+    dirty["k"][0, 1, 3, 0] = np.nan
+    result = attention.forward(**dirty)
+    seen = np.zeros((B, H, Q), bool)
+    seen[0, 1, 1:] = True  # key 3, offset 2
+    assert np.array_equal(result.output[~seen], clean.output[~seen])
+    assert np.isnan(result.output[seen]).all()
+
+
+def test_kept_weights():
+    for name in ("plain", "together", "indices_masked"):
+        arguments = base(8, **OPTIONS[name])
+        got, want = (
+            attention.forward(**arguments, keep_weights=True),
+            attention.definition(**arguments, keep_weights=True),
+        )
+        assert_close(got.weights, want.weights, 40 * EPS)
+
+
+@pytest.mark.parametrize("keys", [50, 700])
+def test_long_inputs_in_several_runs(keys, monkeypatch):
+    """Both the search and the gathered softmax cut the queries."""
+    from refattn import attend
+    from refattn.attention import topk
+
+    monkeypatch.setattr(attend, "SMALL", 1 << 12)
+    monkeypatch.setattr(topk, "_GATHERED", 1 << 10)
+    arguments = attention.example(rng(9), b=2, h=2, q=90, k=keys, d=4, e=3, count=7, causal=True, align="lower_right")
+    result, pullback = attention.vjp(**arguments)
+    monkeypatch.undo()
+    want, want_pullback = attention.vjp(**arguments, algorithm="whole")
+    assert np.array_equal(result.indices, want.indices)
+    assert_close(result.output, want.output, 60 * EPS)
+    cotangents = random_cotangents(attention, want, rng(1))
+    got = pullback(**cotangents)
+    for n, g in want_pullback(**cotangents).items():
+        assert_close(got[n], g, 1000 * EPS)  # a key may be chosen by 90 queries
+
+
+def test_leading_axes_broadcast():
+    r = rng(5)
+    q, k, v = r.standard_normal((3, 1, H, Q, D)), r.standard_normal((2, H, K, D)), r.standard_normal((H, K, E))
+    for more in (
+        {"count": 3},
+        {"indices": random_indices(r, (3, 2, H, Q), 3, K)},
+        {"indices": random_indices(r, (Q,), 3, K)},
+    ):
+        arguments = {"q": q, "k": k, "v": v, "bias": r.standard_normal((3, 1, H, Q, K)), **more}
+        result = attention.forward(**arguments)
+        assert result.output.shape == (3, 2, H, Q, E)
+        assert result.indices.shape == (3, 2, H, Q, 3)
+        want = attention.definition(**arguments)
+        assert_close(result.output, want.output, 40 * EPS)
+        assert np.array_equal(result.indices, want.indices)
+        assert_adjoint(attention, arguments, r)
+
+
+@pytest.mark.parametrize("name", ["plain", "together", "together_after", "indices_masked", "lengths"])
+def test_strict_namespace(name):
+    arguments = base(7, **OPTIONS[name])
+    arguments.pop("score_mod", None)
+    strict = {n: array_api_strict.asarray(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
+    for algorithm in ("auto", "whole"):
+        result, pullback = attention.vjp(**strict, algorithm=algorithm)
+        want, want_pullback = attention.vjp(**arguments)
+        cotangents = random_cotangents(attention, want, rng(1))
+        got = pullback(**{n: array_api_strict.asarray(x) for n, x in cotangents.items()})
+        assert type(result.indices) is type(strict["q"])
+        assert np.array_equal(np.asarray(result.indices), want.indices)
+        assert_close(result.output, want.output, 20 * EPS)
+        for n, g in want_pullback(**cotangents).items():
+            assert_close(got[n], g, 100 * EPS)
+
+
+def test_half_inputs_are_compared_in_float32():
+    arguments = {n: x.astype(np.float16) if n in "qkv" else x for n, x in base(8).items()}
+    result = attention.forward(**arguments)
+    want = attention.forward(**{n: x.astype(np.float64) if n in "qkv" else x for n, x in arguments.items()})
+    assert result.output.dtype == np.float16
+    assert result.lse.dtype == np.float32
+    assert np.array_equal(result.indices, want.indices)
+    assert_close(result.output, want.output, 2.0**-11 + 40 * 2.0**-24)
+
+
+@pytest.mark.parametrize("sizes", [{"b": 0}, {"q": 0}, {"e": 0}, {"d": 0}])
+def test_empty_axes(sizes):
+    arguments = base(**sizes)
+    for algorithm in ("auto", "whole", "tiled"):
+        result, pullback = attention.vjp(**arguments, algorithm=algorithm)
+        assert result.output.shape == (*arguments["q"].shape[:-1], arguments["v"].shape[-1])
+        assert all(pullback(result.output)[n].shape == arguments[n].shape for n in "qkv")
+
+
+# ---------------------------------------------------------------------- counts
+
+
+def test_cost():
+    c = attention.cost(b=2, h=3, q=5, k=7, d=4, e=6, count=3)
+    assert c.multiplies == c.computed_multiplies == 2 * 3 * 5 * (7 * 4 + 3 * 10)
+    causal = attention.cost(q=7, k=7, d=4, e=6, count=3, causal=True)
+    assert causal.multiplies == 28 * 4 + (1 + 2 + 5 * 3) * 10
+    assert causal.computed_multiplies == 49 * 4 + 21 * 10
+    back = attention.cost(q=7, k=7, d=4, e=6, count=3, causal=True, direction="backward")
+    assert back.multiplies == 18 * (3 * 4 + 2 * 6)
+    given = attention.cost(q=2, k=7, d=4, e=6, indices=np.array([[0, 1], [2, -1]]))
+    assert given.multiplies == 3 * 10
+    both = attention.cost(q=7, k=7, d=4, e=6, count=3, causal=True, direction="both")
+    assert both.multiplies == causal.multiplies + back.multiplies
+
+
+# ---------------------------------------------------------------------- others' numbers
+
+
+def test_stored_case_of_x_transformers():
+    found = [c for c in cases("x_transformers") if "sparse_topk" in c[1]["options"]]
+    assert found
+    for _, meta, arrays in found:
+        arguments = {**{n: arrays[f"in_{n}"] for n in "qkv"}, "count": meta["options"]["sparse_topk"]}
+        if meta["options"]["causal"]:
+            arguments |= {"causal": True, "align": "lower_right"}
+        result, pullback = attention.vjp(**arguments)
+        assert_close(result.output, arrays["out"], 1e-10)
+        assert_close(attention.definition(**arguments).output, arrays["out"], 1e-10)
+        gradients = pullback(arrays["cot_out"])
+        for n in "qkv":
+            assert_close(gradients[n], arrays[f"grad_{n}"], 1e-9)
+
+
+def test_stored_case_of_indexed_attention():
+    """An indexer scores the keys and keeps the best 5 of the past; two query heads share a key head there."""
+    for _, _, arrays in (c for c in cases("fla") if c[1]["case"] == "dsa"):
+        q, t = arrays["in_q"], np.arange(arrays["in_q"].shape[2])
+        score = np.maximum(
+            np.einsum("bthd,bsd->bhts", arrays["in_qi"], arrays["in_ki"]) * arrays["in_qi"].shape[-1] ** -0.5, 0
+        )
+        score = np.where(t <= t[:, None], np.einsum("bhts,bth->bts", score, arrays["in_wi"]), -np.inf)
+        indices = np.argsort(-score, -1, kind="stable")[:, None, :, :5]
+        indices = np.broadcast_to(np.where(indices <= t[:, None], indices, -1), (*q.shape[:-1], 5))
+        k, v = (np.repeat(arrays[f"in_{n}"], 2, 1) for n in "kv")
+        result, pullback = attention.vjp(q=q, k=k, v=v, indices=indices)
+        assert_close(result.output, arrays["out"], 1e-10)
+        gradients = pullback(arrays["cot_out"])
+        assert_close(gradients["q"], arrays["grad_q"], 1e-9)
+        for n in "kv":
+            g = gradients[n].reshape(k.shape[0], -1, 2, *gradients[n].shape[2:]).sum(2)
+            assert_close(g, arrays[f"grad_{n}"], 1e-9)
+
+
+# ---------------------------------------------------------------------- bad input, mistakes
+
+rows = np.broadcast_to(np.array([0, 1, 2]), (B, H, Q, 3))
+BAD = {
+    "too_many": ({"count": 7}, ValueError, "count is 7, but there are 6 keys"),
+    "zero": ({"count": 0}, ValueError, "count is 0: expected at least 1"),
+    "float": ({"count": 2.0}, TypeError, "count is 2.0: expected an integer"),
+    "both": ({"indices": rows}, TypeError, "both of count and indices given"),
+    "neither": ({"count": None}, TypeError, "neither of count and indices given"),
+    "duplicate": (
+        {"count": None, "indices": np.where(rows == 2, 1, rows)},
+        ValueError,
+        "indices names key 1 twice in row",
+    ),
+    "out_of_range": ({"count": None, "indices": rows + 4}, ValueError, "indices contains 6: expected keys 0 ... 5"),
+    "negative": ({"count": None, "indices": rows - 2}, ValueError, "indices contains -2"),
+    "shape": ({"count": None, "indices": rows[:, :2]}, ValueError, r"indices has shape \(2, 2, 4, 3\)"),
+    "dtype": ({"count": None, "indices": rows * 1.0}, TypeError, "indices has dtype float64: expected an int array"),
+    "list": ({"count": None, "indices": [[0]]}, TypeError, "indices is a list"),
+    "grouped": ({"k": np.zeros((B, 1, K, D)), "v": np.zeros((B, 1, K, E))}, ValueError, "q has 3 and k has 1"),
+    "head_map": ({"head_map": "tile"}, TypeError, "no option 'head_map'"),
+    "rank": ({"q": np.zeros((2, 3))}, ValueError, r"q has shape \(2, 3\)"),
+    "align": ({"causal": True}, ValueError, "align is missing"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    change, kind, message = BAD[name]
+    with pytest.raises(kind, match=message):
+        attention.forward(**{**base(), **change})
+
+
+OWN = {
+    "topk_ties": {"tie": True},
+    "topk_count": {},
+    "topk_smallest": {},
+    "topk_before_mask": {"mask": rng(1).random((B, 1, Q, K)) < 0.6, "causal": True, "align": "lower_right"},
+    "topk_before_bias": {"bias": 2 * rng(2).standard_normal((H, Q, K))},
+    "topk_not_renormalised": {},
+    "topk_heads": {},
+    "topk_padding": {"indices": OPTIONS["indices"]["indices"]},
+    "topk_ignored": {},
+    "topk_grad": {},
+}
+
+
+@pytest.mark.parametrize("class_", OWN)
+def test_own_mistakes_differ_visibly(class_):
+    options = dict(OWN[class_])
+    tied = options.pop("tie", False)
+    arguments = base(11, **options)
+    if tied:
+        arguments["k"][..., 3:, :] = arguments["k"][..., :3, :]
+        arguments["count"] = 3
+    if "indices" in options:
+        arguments.pop("count", None)
+    right, pullback = attention.vjp(**arguments)
+    cotangents = random_cotangents(attention, right, rng(1))
+    gradients = pullback(**cotangents)
+    found = [m for m in attention.mutations if m.class_ == class_]
+    assert found
+    for mutation in found:
+        assert (mutation.forward is None) == (class_ == "topk_grad")
+        if mutation.forward is not None:
+            wrong = mutation.forward(arguments)
+            assert np.abs(np.asarray(wrong.output) - right.output).max() > 1e-3, mutation.says
+        d = mutation.gradients(arguments, cotangents)
+        assert max(np.abs(d[n] - gradients[n]).max() for n in d) > 1e-3, mutation.says
+
+
+def test_a_mistake_that_changes_nothing_is_not_offered():
+    arguments = base(12, count=K)
+    for mutation in attention.mutations:
+        if mutation.class_.startswith("topk_") and mutation.class_ != "topk_count" and mutation.forward is not None:
+            assert mutation.forward(arguments) is None, mutation.says
