@@ -1,4 +1,4 @@
-"""The command line: ``refattn verify``, ``list``, ``show``, ``cost``, ``backends``, ``probes``.
+"""The command line: ``refattn verify``, ``discover``, ``list``, ``show``, ``cost``, ``backends``, ``probes``.
 
 Data goes to standard output, progress to standard error.  Exit status: 0 matches, 1 mismatch, 2 usage, 3 the candidate's
 process crashed, hung or ran out of memory, 4 nothing was checked; 70 an error of refattn itself.
@@ -95,6 +95,15 @@ def _parser() -> argparse.ArgumentParser:
             f"--{kind}", metavar="FILE", help=f"write the report as {kind.upper() if kind != 'junit' else 'JUnit XML'}"
         )
     verify.set_defaults(command=_verify)
+
+    discover = commands.add_parser(
+        "discover",
+        help="the conventions that an implementation follows",
+        description="Find out which conventions an implementation follows and print them as a record for --conventions.",
+    )
+    _target(discover)
+    discover.add_argument("--conventions", type=_conventions, metavar="PRESET or JSON", help="what is known already")
+    discover.set_defaults(command=_discover)
 
     for name, command, says in (
         ("list", _list, "the mechanisms there are"),
@@ -274,6 +283,20 @@ def _verify(arguments: argparse.Namespace) -> int:
         if path:
             getattr(report, f"to_{kind}")(path)
     return report.exit_code
+
+
+def _discover(arguments: argparse.Namespace) -> int:
+    mechanism = _mechanism(arguments.mechanism)
+    from refattn.verification.candidate import open_candidate
+    from refattn.verification.discover import discover
+
+    asked = {n: getattr(arguments, n) for n in ("framework", "layout", "rename", "supports", "conventions")}
+    with open_candidate(arguments.target, mechanism, **asked) as candidate:
+        found, undecided = discover(candidate, mechanism)
+    for field, why in undecided.items():
+        print(f"refattn: {field} is open: {why}", file=sys.stderr)
+    print(json.dumps(found.declared(), indent=2))
+    return 0
 
 
 def _list(arguments: argparse.Namespace) -> int:
