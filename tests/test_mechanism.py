@@ -1,0 +1,159 @@
+"""The Function object: binding, dtypes, namespaces, broadcasting adjoints, cotangents; the registry."""
+
+import array_api_strict
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+import refattn as ra
+from refattn.mechanism import Mechanism, function, mechanism
+from refattn.records import Cost, Mutation, Result
+
+
+def _forward(x, weight, *, shift=0.0, note=None):
+    return Result(output=x * weight + shift, square=x * x), (x, weight)
+
+
+def _backward(saved, *, output, square):
+    x, weight = saved
+    d_x = 0 * x * weight
+    gradients = {"shift": None}
+    if output is not None:
+        d_x = d_x + output * weight
+        gradients.update(weight=output * x, shift=output)
+    if square is not None:
+        d_x = d_x + 2 * x * square
+    return {"x": d_x, **gradients}
+
+
+double = function(
+    _forward,
+    _backward,
+    name="double",
+    differentiable=("x", "weight", "shift"),
+    outputs=("output", "square"),
+    primary=("x",),
+)
+X, W = np.arange(6.0).reshape(2, 3), np.ones((1, 3))
+
+
+def test_gradients_have_the_shape_of_their_argument():
+    result, pullback = double.vjp(X, W, shift=0.5)
+    gradients = pullback(np.ones((2, 3)))
+    assert np.array_equal(gradients["weight"], X.sum(0, keepdims=True))
+    assert gradients["shift"].shape == ()
+    assert gradients["shift"] == 6
+    assert set(double.vjp(X, W)[1](result.output)) == {"x", "weight"}
+
+
+def test_cotangents_by_position_by_name_and_left_out():
+    _, pullback = double.vjp(X, W)
+    d = np.ones((2, 3))
+    assert np.array_equal(pullback(square=d)["x"], 2 * X)
+    assert np.array_equal(pullback(d)["x"], pullback(output=d)["x"])
+    assert (pullback()["x"] == 0).all()
+    assert (pullback(square=d)["weight"] == 0).all()
+    with pytest.raises(TypeError, match="one positional cotangent"):
+        pullback(d, d)
+    with pytest.raises(TypeError, match="'lse' has no cotangent; the differentiable results are output, square"):
+        pullback(lse=d)
+    with pytest.raises(ValueError, match=r"shape \(3,\): expected \(2, 3\)"):
+        pullback(np.ones(3))
+    with pytest.raises(TypeError, match="of the inputs' library"):
+        pullback(array_api_strict.ones((2, 3)))
+    with pytest.raises(TypeError, match="dtype int64: expected floating point"):
+        pullback(np.ones((2, 3), int))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16, np.float32, np.float64, np.longdouble])
+def test_dtypes(dtype):
+    result, pullback = double.vjp(X.astype(dtype), W.astype(dtype))
+    assert result.output.dtype == dtype
+    assert result.square.dtype == (np.float32 if np.dtype(dtype).itemsize == 2 else dtype)
+    assert pullback(result.output)["x"].dtype == dtype
+
+
+def test_compute_dtype():
+    x = X.astype(np.float16)
+    assert double.forward(x, W.astype(np.float16), compute_dtype="float64").square.dtype == np.float64
+    assert double.forward(x, W.astype(np.float16), compute_dtype=np.float32).output.dtype == np.float16
+    with pytest.raises(TypeError, match="compute_dtype is 'int32'"):
+        double.forward(X, W, compute_dtype="int32")
+    with pytest.raises(TypeError, match="no such dtype"):
+        double.forward(array_api_strict.asarray(X), array_api_strict.asarray(W), compute_dtype="longdouble")
+    assert double.forward(X.astype(complex), W, compute_dtype="complex128").output.dtype == np.complex128
+
+
+def test_binding_errors_name_what_is_wrong():
+    with pytest.raises(TypeError, match="the argument 'weight' is missing"):
+        double(X)
+    with pytest.raises(TypeError, match="takes the arrays x, weight by position, 3 were given"):
+        double(X, W, 0.5)
+    with pytest.raises(TypeError, match="no option 'shfit'; did you mean 'shift'"):
+        double(X, W, shfit=1.0)
+    with pytest.raises(TypeError, match="'x' was given twice"):
+        double(X, W, x=X)
+    with pytest.raises(TypeError, match="x is a list"):
+        double([1.0], W)
+    with pytest.raises(TypeError, match="no array among the arguments"):
+        double(1.0, 2.0)
+    with pytest.raises(TypeError, match="x has dtype int64 and shape"):
+        double(X.astype(int), W)
+    with pytest.raises(ValueError, match="not served by the fused backend 'numba'"):
+        double(X, W, backend="numba")
+
+
+def test_result_is_a_read_only_record():
+    result = double.forward(X, W)
+    assert list(result) == ["output", "square"]
+    assert "output" in result
+    with pytest.raises(AttributeError, match="read-only"):
+        result.output = X
+    with pytest.raises(AttributeError, match="no field 'lse': this result has output, square"):
+        result.lse  # noqa: B018
+
+
+def test_registry_is_read_only_and_names_are_taken_once():
+    assert ra.mechanisms["scaled_dot_product_attention"] is ra.scaled_dot_product_attention
+    with pytest.raises(TypeError):
+        ra.mechanisms["x"] = None
+    m = ra.scaled_dot_product_attention
+    with pytest.raises(ValueError, match="exists already"):
+        mechanism(
+            m._forward, m._backward, m._definition, m._cost, m._example, (), name=m.name, equation="", paper="", axes={},
+            differentiable=("q",),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ra.mechanisms)
+def test_every_mechanism_has_what_the_contract_names(name):
+    m = ra.mechanisms[name]
+    assert isinstance(m, Mechanism)
+    assert m.name == name
+    assert getattr(ra, name) is m
+    assert m.equation
+    assert m.paper
+    assert m.axes
+    assert m.differentiable
+    assert m.mutations
+    assert all(isinstance(x, Mutation) and (x.forward or x.gradients) and x.says for x in m.mutations)
+    arguments = m.example(np.random.default_rng(0))
+    before = {n: x.copy() for n, x in arguments.items() if isinstance(x, np.ndarray)}
+    result, pullback = m.vjp(**arguments)
+    gradients = pullback(np.ones_like(result.output))
+    for n, g in gradients.items():
+        assert g.shape == np.shape(arguments[n])
+    assert all(np.array_equal(arguments[n], x) for n, x in before.items())
+    want = m.definition(**arguments)
+    np.testing.assert_allclose(result.output, want.output, rtol=1e-11, atol=1e-11)
+
+
+def test_mutation_answers_to_class():
+    m = ra.scaled_dot_product_attention.mutations[0]
+    assert getattr(m, "class") == m.class_
+
+
+def test_costs_add_up():
+    total = Cost(multiplies=2, elementwise=3, peak_bytes=5) + Cost(multiplies=1, peak_bytes=9)
+    assert total == Cost(multiplies=3, elementwise=3, peak_bytes=9)
+    assert total.flops == 9
