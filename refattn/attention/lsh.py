@@ -621,7 +621,10 @@ def example(
     n_buckets: Any = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Normal qk (b,h,t,d), v (b,h,t,e) and rotations (d,s,n), redrawn until every hash choice has a margin of 1e-3."""
+    """Normal qk (b,h,t,d), v (b,h,t,e) and rotations (d,s,n), redrawn until every hash choice has a margin of 0.02.
+
+    So much that rounding qk and the rotations to bfloat16 changes no bucket.
+    """
     factors = bucket_factors(n_buckets, t, chunk)
     normal = rng.standard_normal
     qk, v = normal((b, h, t, d)), normal((b, h, t, e))
@@ -632,7 +635,7 @@ def example(
     if "rotations" not in settings:
         given["rotations"] = normal((d, hashes, sum(factors) // 2))
     for _ in range(200):
-        unsafe = _margin(qk, given["rotations"], factors) < 1e-3
+        unsafe = _margin(qk, given["rotations"], factors) < 0.02
         if not unsafe.any():
             return given
         qk[unsafe] = normal((int(unsafe.sum()), d))
@@ -673,4 +676,28 @@ lsh_attention = mechanism(
     differentiable=("qk", "v", "scale"),
     floating=("rotations",),
     outputs=("output", "lse"),
+)
+lsh_attention.probe_options = (
+    {"t": 24, "hashes": 3, "causal": True, "says": "causal, three rounds: pairs that meet twice count once"},
+    {"t": 24, "hashes": 3, "duplicates": "multiset", "says": "pairs that meet twice count twice"},
+    {
+        "t": 24,
+        "within_bucket": False,
+        "causal": True,
+        "says": "all keys of the window: the sorted order is not that of time",
+    },
+    {
+        "t": 24,
+        "wrap": "global",
+        "within_bucket": False,
+        "duplicates": "multiset",
+        "says": "windows run on around the ends",
+    },
+    {"t": 27, "before": 2, "after": 1, "says": "two chunks before, one after, a short last chunk"},
+    {"t": 24, "n_buckets": (2, 4), "says": "factored hash"},
+    {"t": 24, "key_norm": "rms", "says": "keys of norm sqrt(d)"},
+    {"t": 24, "self_attention": "always", "says": "a token sees itself like any other key"},
+    {"t": 24, "self_attention": "never", "causal": True, "says": "rows that see nobody are empty"},
+    {"t": 24, "b": 2, "mask": np.arange(24) < np.array([[24], [15]]), "says": "padding is hidden"},
+    {"t": 4, "chunk": 8, "short": "full", "says": "shorter than a chunk: no hashing"},
 )

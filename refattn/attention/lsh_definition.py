@@ -12,7 +12,7 @@ import numpy as np
 
 from refattn.records import Result
 
-__all__ = ["definition", "meetings", "plain_buckets"]
+__all__ = ["all_buckets", "definition", "meetings", "plain_buckets"]
 
 
 def definition(
@@ -58,12 +58,8 @@ def definition(
     if full:
         found = np.zeros((*whole, 1, t), dtype=np.int64)
     else:
-        found = _all_buckets(qk, lead, rotations, buckets, rng, hashes, n_buckets, chunk)
-        if padding_bucket:
-            counts = _factors(n_buckets, rotations, t, chunk, given=buckets is not None and n_buckets is None)
-            shown = np.broadcast_to(keep[..., None, None, :], found.shape)
-            last = int(np.max(found[shown], initial=0)) + 1 if counts is None else math.prod(counts)
-            found = np.where(shown, found, last)
+        source = {"rotations": rotations, "buckets": buckets, "rng": rng, "hashes": hashes, "n_buckets": n_buckets}
+        found = all_buckets(qk, lead, chunk=chunk, keep=keep if padding_bucket else None, **source)
     factor = d**-0.5 if scale is None else float(np.reshape(scale, ()))
     eps = {"l2": 1e-12, "rms": 1e-6}[key_norm] if norm_eps is None else norm_eps
     kept = None if dropout_mask is None else np.broadcast_to(dropout_mask, (*whole, t, t)) / (1 - dropout_rate)
@@ -170,24 +166,32 @@ def _factors(n_buckets: Any, rotations: Any, t: int, chunk: int, *, given: bool 
     return tuple(n_buckets) if isinstance(n_buckets, (tuple, list)) else (int(n_buckets),)
 
 
-def _all_buckets(
+def all_buckets(
     qk: np.ndarray,
     lead: tuple[int, ...],
+    *,
     rotations: Any,
     buckets: Any,
     rng: Any,
     hashes: Any,
     n_buckets: Any,
     chunk: int,
+    keep: np.ndarray | None,
 ) -> np.ndarray:
+    """Buckets (..., h, s, t) from whichever source was given; tokens that ``keep`` (..., t) hides fall behind all others."""
     h, t, d = qk.shape[-3:]
+    factors = _factors(n_buckets, rotations, t, chunk, given=buckets is not None and n_buckets is None)
     if buckets is not None:
-        return np.broadcast_to(np.asarray(buckets, dtype=np.int64), (*lead, h, *np.shape(buckets)[-2:]))
-    factors = _factors(n_buckets, rotations, t, chunk)
-    if rotations is None:
-        rotations = rng.standard_normal((d, hashes or 1, sum(factors) // 2))
-    rotations = np.broadcast_to(rotations, (*lead, h, *rotations.shape[-3:]))
-    found = np.zeros((*lead, h, rotations.shape[-2], t), dtype=np.int64)
-    for at in np.ndindex(found.shape[:-1]):
-        found[at] = plain_buckets(qk[at[:-1]], rotations[at[:-1]][:, at[-1]], factors)
-    return found
+        found = np.broadcast_to(np.asarray(buckets, dtype=np.int64), (*lead, h, *np.shape(buckets)[-2:]))
+    else:
+        if rotations is None:
+            rotations = rng.standard_normal((d, hashes or 1, sum(factors or ()) // 2))
+        rotations = np.broadcast_to(rotations, (*lead, h, *rotations.shape[-3:]))
+        found = np.zeros((*lead, h, rotations.shape[-2], t), dtype=np.int64)
+        for at in np.ndindex(found.shape[:-1]):
+            found[at] = plain_buckets(qk[at[:-1]], rotations[at[:-1]][:, at[-1]], factors or ())
+    if keep is None:
+        return found
+    shown = np.broadcast_to(keep[..., None, None, :], found.shape)
+    last = int(np.max(found[shown], initial=0)) + 1 if factors is None else math.prod(factors)
+    return np.where(shown, found, last)
