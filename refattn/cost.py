@@ -18,7 +18,7 @@ from refattn.records import Cost
 __all__ = ["attention", "itemsize", "require_sizes"]
 
 DIRECTIONS = ("forward", "backward", "both")
-_TERM_STEPS = {"bias": 1, "alibi_slopes": 3, "softcap": 3, "dropout_mask": 1}
+TERM_STEPS = {"bias": 1, "alibi_slopes": 3, "softcap": 3, "dropout_mask": 1}
 
 
 def itemsize(dtype: Any) -> int:
@@ -100,7 +100,7 @@ def attention(
     visible += h * extra_keys * (b * q if problem.rows is None else int(np.sum(problem.rows)))
     computed, largest = _computed(problem)
 
-    steps = 4 + sum(n for name, n in _TERM_STEPS.items() if shared.get(name) is not None)
+    steps = 4 + sum(n for name, n in TERM_STEPS.items() if shared.get(name) is not None)
     forward = {
         "multiplies": visible * (d + e),
         "computed_multiplies": computed * (d + e),

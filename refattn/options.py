@@ -173,15 +173,13 @@ class Prepared:
         flat_o = None if output is None else self.layout.split(flatten_leading(output, 3, self.shape["lead"]))
         flat_l = None if lse is None else self.layout.split(flatten_leading(lse, 2, self.shape["lead"]))
         found = attend.backward(self.problem, kernel, saved, flat_o, flat_l)
-        xp = kernel.xp
-        gradients = {"q": self._out(found["q"], 2), "k": self._keys(found["k"]), "v": self._keys(found["v"])}
-        for name, g in found.items():
-            if name in ("q", "k", "v"):
-                continue
-            if name in self.given:
-                g = xp.reshape(self.layout.join(g, self.given[name]), self.shape[name])
-            gradients[name] = g
-        return gradients
+        own = {"q": self._out(found.pop("q"), 2), "k": self._keys(found.pop("k")), "v": self._keys(found.pop("v"))}
+        return {**own, **self.shared_gradients(found)}
+
+    def shared_gradients(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Cotangents of the shared options from the core's layout into the caller's; others stay as they are."""
+        given = {n: self.layout.join(g, self.given[n]) for n, g in found.items() if n in self.given}
+        return {**found, **{n: namespace(g).reshape(g, self.shape[n]) for n, g in given.items()}}
 
     def _out(self, x: Any, tail: int) -> Any:
         """(b, g, r, q, ...) -> (..., h, q, ...)."""

@@ -7,6 +7,7 @@ from refattn.attention.lsh import lsh_attention
 from refattn.attention.multi_head import multi_head_attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 from refattn.attention.sparse_transformer import sparse_transformer_attention
+from refattn.attention.talking_heads import talking_heads_attention
 from refattn.attention.topk import topk_attention
 from refattn.attention.transformer_xl import transformer_xl_attention
 
@@ -18,6 +19,7 @@ __all__ = [
     "multi_head_attention",
     "scaled_dot_product_attention",
     "sparse_transformer_attention",
+    "talking_heads_attention",
     "topk_attention",
     "transformer_xl_attention",
 ]

@@ -1,0 +1,1 @@
+talking_heads_mutations = ()
