@@ -175,6 +175,8 @@ class Adapter:
         As in ``verify``; None where the user said nothing.
     built_in
         Names of options that the candidate was built with.
+    independent
+        True unless something is known; None: nobody can tell, and its code is not looked at.
     """
 
     def __init__(
@@ -199,7 +201,8 @@ class Adapter:
             raise UsageError(f"backward {backward!r} is not callable")
         self.function, self.backward, self.positional = function, backward, tuple(positional)
         self.name = name or _name_of(function)
-        self.independent = False if uses_refattn(function) or uses_refattn(backward) else independent
+        found_out = independent is not None and (uses_refattn(function) or uses_refattn(backward))
+        self.independent = False if found_out else independent
         self.signature = _Signature.of(function, len(self.positional))
         declared = resolve(conventions)
         self.preset, self.notes = self._find_preset(mechanism, declared, bool(rename))
@@ -802,11 +805,20 @@ def _onnx_function(path: Path, request: Mapping[str, Any]) -> Callable[..., Any]
 
     def run(*given: Any, **more: Any) -> Any:
         theirs = {our: their for their, our in masked.items()}
-        feed = {**dict(zip(arrays, given, strict=True)), **{theirs.get(n, n): x for n, x in more.items()}}
-        for name, x in feed.items():
-            want = _ONNX_TYPES.get(inputs[name].type)
-            if want is not None and np.asarray(x).dtype != want:
-                raise Unsupported(f"the model's input {name} is {inputs[name].type}, not {np.asarray(x).dtype}")
+        feed = {**dict(zip(arrays, given, strict=True)), **{theirs.get(n, n): np.asarray(x) for n, x in more.items()}}
+        for name in masked:
+            pairs = (given[0].shape[-2], given[1].shape[-2])
+            if name not in feed:  # an input cannot be left out: a mask that hides nothing, a bias of zeros
+                hides = inputs[name].type == "tensor(bool)"
+                feed[name] = np.ones(pairs, dtype=bool) if hides else np.zeros(pairs, dtype=given[0].dtype)
+            x = feed[name]
+            feed[name] = np.broadcast_to(x, (*(1,) * (len(inputs[name].shape) - x.ndim), *x.shape[:-2], *pairs))
+        for name, x in inputs.items():
+            if name not in feed:
+                raise Unsupported(f"the model wants its input {name}")
+            want = _ONNX_TYPES.get(x.type)
+            if want is not None and feed[name].dtype != want:
+                raise Unsupported(f"the model's input {name} is {x.type}, not {feed[name].dtype}")
         made = session.run(None, {n: np.ascontiguousarray(x) for n, x in feed.items()})
         named = dict(zip(results, made, strict=True))
         return {"output": made[0], **{n: x for n, x in named.items() if n == "lse"}}

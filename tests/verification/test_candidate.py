@@ -608,6 +608,72 @@ def test_onnx_operator_signature():
         assert outcome.status == "unsupported"
 
 
+ONNXRUNTIME = """
+import numpy as np
+
+class Input:
+    def __init__(self, name, type, shape):
+        self.name, self.type, self.shape = name, type, shape
+
+def get_available_providers():
+    return ["CPUExecutionProvider"]
+
+class InferenceSession:
+    def __init__(self, path, providers):
+        with open(path) as file:
+            self.kind = file.read()
+        if self.kind == "rubbish":
+            raise RuntimeError("no protobuf")
+
+    def get_inputs(self):
+        letters = ["b", "h", "q", "d"]
+        names = [Input(n, "tensor(float)", letters) for n in ("value", "key", "query")]
+        return [Input("attn_mask", f"tensor({self.kind})", letters), *names]
+
+    def get_outputs(self):
+        return [Input("Y", "tensor(float)", None)]
+
+    def run(self, outputs, feed):
+        q, k, v, mask = (feed[n] for n in ("query", "key", "value", "attn_mask"))
+        assert all(type(x) is np.ndarray and x.flags.c_contiguous for x in feed.values())
+        assert mask.ndim == 4 and mask.shape[-2:] == (q.shape[2], k.shape[2])
+        logits = q @ np.repeat(k, 3, 1).swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+        logits = np.where(mask, logits, -np.inf) if mask.dtype == bool else logits + mask
+        logits = np.where(np.tril(np.ones(logits.shape[-2:], bool)), logits, -np.inf)
+        p = np.exp(logits - logits.max(-1, keepdims=True))
+        return [p / p.sum(-1, keepdims=True) @ np.repeat(v, 3, 1)]
+"""
+
+
+def test_a_model_is_fed_by_the_names_of_its_inputs(tmp_path, monkeypatch):
+    # A stand-in for onnxruntime: what is under test is how a model's inputs are matched, filled and refused.
+    (tmp_path / "onnxruntime.py").write_text(ONNXRUNTIME)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "masked.onnx").write_text("bool")
+    (tmp_path / "biased.onnx").write_text("float")
+    (tmp_path / "broken.onnx").write_text("rubbish")
+    rng = np.random.default_rng(1)
+    mask, bias = rng.random((2, 1, 1, 7)) > 0.3, rng.standard_normal((6, 5, 7))
+    mask[..., 0] = True
+    fixed = {"causal": True}
+    for name, calls, other in (
+        ("masked", [make_call(causal=True), make_call(causal=True, mask=mask)], "bias"),
+        ("biased", [make_call(causal=True), make_call(causal=True, bias=bias)], "mask"),
+    ):
+        target = str(tmp_path / f"{name}.onnx")
+        with open_candidate(target, SDPA, conventions="onnx", options=fixed) as candidate:
+            assert candidate.independent is None
+            for call, outcome in zip(calls, candidate.run(calls), strict=True):
+                assert_agrees(candidate, call, outcome)
+            assert candidate.accepts(["causal"])[0], "built into the model"
+            assert not candidate.accepts([other])[0]
+            (outcome,) = candidate.run([make_call(dtype="float64")])
+            assert (outcome.status, "tensor(float)" in outcome.message) == ("unsupported", True)
+    for name, says in (("broken", "no protobuf"), ("missing", "no file")):
+        with pytest.raises(UsageError, match=says):
+            open_candidate(str(tmp_path / f"{name}.onnx"), SDPA)
+
+
 # ---------------------------------------------------------------------- torch and JAX
 
 
