@@ -39,7 +39,7 @@ class Maker:
         self.visibility, self.group, self.xp, self.like = visibility, group, xp, like
         self.heads = np.asarray(group.heads)
         self.units = max(1, len(group.batches) * self.heads.size)
-        self.sizes = {"q": q, "k": k}
+        self.sizes: dict[str, Any] = {"q": q, "k": k}
 
     def block(self, queries: Any, keys: Any, own: np.ndarray | None = None) -> Block | None:
         """The block, or None where nothing is visible; ``own``: what the mechanism sees of it (None: everything)."""
@@ -54,28 +54,33 @@ class Maker:
         if kind == "empty":
             return None
         mask = None if own is None else to_namespace(own, self.xp, like=self.like)
-        if kind == "full":
+        if kind == "full" or self.visibility is None:
             return Block(queries, keys, None if mask is None else lambda: mask)
-        return Block(queries, keys, lambda: self._visible(queries, keys, mask))
+        return Block(queries, keys, self._hiding(self.visibility, queries, keys, mask))
 
     def listed(self, queries: Any, keys: Any, mask: Any) -> Block:
         """A block whose keys are lists; ``mask`` (in ``xp``): the slots that hold a key."""
         if self.visibility is None:
             return Block(queries, keys, lambda: mask)
-        return Block(queries, keys, lambda: self._visible(queries, keys, mask))
+        return Block(queries, keys, self._hiding(self.visibility, queries, keys, mask))
 
-    def _visible(self, queries: Any, keys: Any, mask: Any) -> Any:
-        xp = self.xp
-        if isinstance(queries, Span) and isinstance(keys, Span):
-            where = {"b": self.group.batches, "h": self.heads, **self.sizes}
-            seen = self.visibility.tile(*queries.extent, *keys.extent, xp=xp, **where)
-        else:
-            i, j = xp.expand_dims(queries.positions(xp), axis=-1), xp.expand_dims(keys.positions(xp), axis=-2)
-            tail = (1,) * i.ndim
-            b = to_namespace(self.group.batches.reshape(-1, 1, 1, *tail), xp, like=self.like)
-            h = to_namespace(self.heads.reshape(1, *self.heads.shape, *tail), xp, like=self.like)
-            seen = self.visibility.visible(i, j, b=b, h=h, **self.sizes)
-        return seen if mask is None else seen & mask
+    def _hiding(self, pattern: Pattern, queries: Any, keys: Any, mask: Any) -> Callable[[], Any]:
+        """What the pattern and the mask both see, computed when it is asked for."""
+
+        def visible() -> Any:
+            xp = self.xp
+            if isinstance(queries, Span) and isinstance(keys, Span):
+                where = {"b": self.group.batches, "h": self.heads, **self.sizes}
+                seen = pattern.tile(*queries.extent, *keys.extent, xp=xp, **where)
+            else:
+                i, j = xp.expand_dims(queries.positions(xp), axis=-1), xp.expand_dims(keys.positions(xp), axis=-2)
+                tail = (1,) * i.ndim
+                b = to_namespace(self.group.batches.reshape(-1, 1, 1, *tail), xp, like=self.like)
+                h = to_namespace(self.heads.reshape(1, *self.heads.shape, *tail), xp, like=self.like)
+                seen = pattern.visible(i, j, b=b, h=h, **self.sizes)
+            return seen if mask is None else seen & mask
+
+        return visible
 
 
 def one_length(t: int | None, q: int | None, k: int | None) -> int:
@@ -126,9 +131,9 @@ def banded(
     step = max(1, SMALL // (make.units * size * size))
     for c in range(first, last, step):
         n = min(step, last - c)
-        queries = Lattice(c * size, n, size)
+        run = Lattice(c * size, n, size)
         for shift, seen in own.items():
-            yield from some(make.block(queries, Lattice((c - shift) * size, n, size), seen))
+            yield from some(make.block(run, Lattice((c - shift) * size, n, size), seen))
     for c in (*range(first), *range(last, math.ceil(length / size))):
         queries = Span(c * size, min((c + 1) * size, length))
         keys = Span(max(0, (c - behind) * size), min((c + ahead + 1) * size, length))

@@ -31,12 +31,12 @@ from refattn import cost as costs
 from refattn import options
 from refattn.arrays import namespace, require_integer
 from refattn.attention.dense_definition import definition as dense_definition
-from refattn.attention.dense_mistakes import mutations_for
-from refattn.attention.dense_steps import Steps
+from refattn.attention.key_sets import near_keys, with_keys
+from refattn.attention.local_mistakes import local_mutations
 from refattn.blocking import Maker, banded, one_length, tiled
 from refattn.mechanism import mechanism
-from refattn.patterns import Pattern, dense, window
-from refattn.records import Block, Cost, Mutation, Result
+from refattn.patterns import Pattern, window
+from refattn.records import Block, Cost, Result
 
 __all__ = ["local_attention"]
 
@@ -169,7 +169,7 @@ def forward(
     """
     settings = _settings(block, look_backward, look_forward, exact)
     t = _length(q, k)
-    own = {"extra_pattern": _pattern(*settings)}
+    own: dict[str, Any] = {"extra_pattern": _pattern(*settings)}
     if algorithm != "whole" and not shared.get("keep_weights"):
         own["blocks"] = _blocks(*settings, shared.get("causal") is True, t, namespace(q, k, v), q)
     prepared = options.prepare(q, k, v, backend=backend, algorithm=algorithm, **own, **shared)
@@ -202,26 +202,7 @@ def definition(
 ) -> Result:
     """Dense attention over the sets above, row by row."""
     t = _length(q, k)
-    return dense_definition(q, k, v, **_with_mask(shared, _sets(t, block, look_backward, look_forward, exact)))
-
-
-def _sets(t: int, block: int, behind: int, ahead: int, exact: bool) -> np.ndarray:
-    """The keys of every row, bool (t, t), written out."""
-    seen = np.zeros((t, t), dtype=bool)
-    for i in range(t):
-        if exact:
-            first, last = i - block * behind, i + block * ahead
-        else:
-            first, last = (i // block - behind) * block, (i // block + ahead) * block + block - 1
-        seen[i, max(0, first) : last + 1] = True
-    return seen
-
-
-def _with_mask(shared: dict[str, Any], seen: np.ndarray) -> dict[str, Any]:
-    """The shared options with one more pattern."""
-    more = dense(seen)
-    given = shared.get("pattern")
-    return {**shared, "pattern": more if given is None else given & more}
+    return dense_definition(q, k, v, **with_keys(shared, near_keys(t, block, look_backward, look_forward, exact)))
 
 
 def cost(
@@ -243,7 +224,7 @@ def cost(
     """Counts over the visible pairs; ``computed_multiplies`` over the blocks.  t, or q = k, is the length."""
     t = one_length(t, q, k)
     chosen = _settings(block, look_backward, look_forward, exact)
-    own = {"extra_pattern": _pattern(*chosen)}
+    own: dict[str, Any] = {"extra_pattern": _pattern(*chosen)}
     if not settings.get("keep_weights"):
         own["blocks"] = _blocks(*chosen, settings.get("causal") is True, t, np, np.zeros(0))
     return costs.attention(b=b, h=h, g=g, q=t, k=t, d=d, e=e, **own, **settings)
@@ -267,119 +248,13 @@ def example(
     return {"q": normal((b, h, t, d)), "k": normal((b, g, t, d)), "v": normal((b, g, t, e)), "block": block, **settings}
 
 
-# ---------------------------------------------------------------------- mistakes
-
-
-def _chosen(arguments: dict[str, Any]) -> tuple[int, int, int, int, bool]:
-    """Length, block, look_backward, look_forward, exact."""
-    options = {"look_backward": 1, "look_forward": 0, "exact": False, **arguments}
-    return (np.shape(options["q"])[-2], *(options[n] for n in ("block", "look_backward", "look_forward", "exact")))
-
-
-def _shared(arguments: dict[str, Any]) -> dict[str, Any]:
-    own = ("block", "look_backward", "look_forward", "exact")
-    return {n: x for n, x in arguments.items() if n not in own}
-
-
-def _as_dense(arguments: dict[str, Any]) -> dict[str, Any]:
-    return _with_mask(_shared(arguments), _sets(*_chosen(arguments)))
-
-
-def _other_sets(class_: str, says: str, sets: Callable[..., np.ndarray | None]) -> Mutation:
-    """Softmax over other keys; ``sets`` gets the length, block, look_backward, look_forward, exact and the right sets."""
-
-    def steps(arguments: dict[str, Any]) -> Steps | None:
-        chosen = _chosen(arguments)
-        right = _sets(*chosen)
-        wrong = sets(*chosen, right)
-        if wrong is None:
-            return None
-        right_steps, wrong_steps = (Steps(_with_mask(_shared(arguments), seen)) for seen in (right, wrong))
-        if np.array_equal(*(np.broadcast_to(x.visible(), x.whole) for x in (right_steps, wrong_steps))):
-            return None
-        return wrong_steps
-
-    def forward(arguments: dict[str, Any]) -> Result | None:
-        with np.errstate(all="ignore"):
-            wrong = steps(arguments)
-            return None if wrong is None else wrong.forward()
-
-    def gradients(arguments: dict[str, Any], cotangents: dict[str, Any]) -> dict[str, Any] | None:
-        with np.errstate(all="ignore"):
-            wrong = steps(arguments)
-            if wrong is None:
-                return None
-            wrong.forward()
-            return wrong.backward(cotangents)
-
-    return Mutation(class_, says, forward=forward, gradients=gradients)
-
-
-def _wrapped(t: int, block: int, behind: int, ahead: int, exact: bool, right: np.ndarray) -> np.ndarray:
-    i = np.arange(t)
-    n, around, unit = (i, t, block) if exact else (i // block, -(-t // block), 1)
-    gap = n[:, None] - n
-    return (gap % around <= behind * unit) | (-gap % around <= ahead * unit)
-
-
-def _off_by_one(more: int) -> Callable[..., np.ndarray]:
-    """The window of positions ``more`` keys longer, or one block more, on the left."""
-
-    def sets(t: int, block: int, behind: int, ahead: int, exact: bool, right: np.ndarray) -> np.ndarray | None:
-        if not exact:
-            return _sets(t, block, behind + more, ahead, False) if behind + more >= 0 else None
-        gap = np.arange(t)[:, None] - np.arange(t)
-        return (gap <= block * behind + more) & (-gap <= block * ahead)
-
-    return sets
-
-
-_own: tuple[Mutation, ...] = (
-    _other_sets("local_wrap", "the first blocks see the last ones, and the other way round", _wrapped),
-    _other_sets("local_bounds", "the window sees one key, or one block, too many to the left", _off_by_one(1)),
-    _other_sets("local_bounds", "the window sees one key, or one block, too few to the left", _off_by_one(-1)),
-    _other_sets(
-        "local_bounds",
-        "look_backward and look_forward are exchanged",
-        lambda t, block, behind, ahead, exact, right: _sets(t, block, ahead, behind, exact),
-    ),
-    _other_sets(
-        "local_blocks_for_distance",
-        "whole blocks are seen where distances count, or distances where blocks count",
-        lambda t, block, behind, ahead, exact, right: _sets(t, block, behind, ahead, not exact),
-    ),
-    _other_sets(
-        "local_own_block_only",
-        "the neighbouring blocks are not seen",
-        lambda t, block, behind, ahead, exact, right: _sets(t, block, 0, 0, False) & right,
-    ),
-    _other_sets(
-        "local_own_block_causal",
-        "the own block hides its future, without causal",
-        lambda t, block, behind, ahead, exact, right: np.tril(right),
-    ),
-    _other_sets(
-        "local_tail_dropped",
-        "positions beyond the last full block are seen by nobody",
-        lambda t, block, behind, ahead, exact, right: right & (np.arange(t) < t // block * block),
-    ),
-    _other_sets(
-        "local_first_block_empty",
-        "blocks without a full look-back see only themselves",
-        lambda t, block, behind, ahead, exact, right: (
-            right & ((np.arange(t)[:, None] >= block * behind) | _sets(t, block, 0, 0, False))
-        ),
-    ),
-)
-
-
 local_attention = mechanism(
     forward,
     backward,
     definition,
     cost,
     example,
-    (*_own, *mutations_for(_as_dense, exclude=("pattern_drop",))),
+    local_mutations,
     name="local_attention",
     equation="output = softmax(scale * q k^T + bias, over the keys nearby) v",
     paper="Parmar et al. 2018, arXiv:1802.05751, section 4",

@@ -36,11 +36,11 @@ from refattn import options, patterns
 from refattn.arrays import is_array, namespace, require_integer, require_one_of, to_numpy
 from refattn.attend import SMALL
 from refattn.attention.dense_definition import definition as dense_definition
-from refattn.attention.dense_mistakes import mutations_for
-from refattn.attention.dense_steps import Steps
+from refattn.attention.key_sets import sparse_keys
+from refattn.attention.sparse_transformer_mistakes import sparse_mutations
 from refattn.blocking import Maker, banded, one_length, some, tiled
 from refattn.mechanism import mechanism
-from refattn.records import Block, Cost, Mutation, Result
+from refattn.records import Block, Cost, Result
 from refattn.selections import Lattice
 
 __all__ = ["sparse_transformer_attention"]
@@ -382,42 +382,8 @@ def definition(
 ) -> Result:
     """Dense attention over the sets of the paper, row by row."""
     t, h, _ = _sizes(q, k)
-    seen = _sets(t, h, pattern, stride, summary, summary_offsets, heads, layer, variant)
+    seen = sparse_keys(t, h, pattern, stride, summary, summary_offsets, heads, layer, variant)
     return dense_definition(q, k, v, pattern=patterns.dense(seen), **shared)
-
-
-def _sets(
-    t: int,
-    h: int,
-    pattern: str,
-    stride: int,
-    summary: int | None,
-    summary_offsets: Any,
-    heads: str,
-    layer: int | None,
-    variant: str,
-) -> np.ndarray:
-    """The keys of every head and row, bool (h, t, t), written out."""
-    seen = np.zeros((h, t, t), dtype=bool)
-    offsets = np.broadcast_to(0 if summary_offsets is None else np.asarray(summary_offsets), (h,))
-    for n in range(h):
-        first = (
-            heads in ("merged", "first") or (heads == "split" and 2 * n < h) or (layer is not None and layer % 2 == 0)
-        )
-        second = heads == "merged" or not first
-        for i in range(t):
-            keys: set[int] = set()
-            if first and pattern == "strided":
-                keys |= set(range(max(0, i - stride + (variant == "code")), i + 1))
-            if first and pattern == "fixed":
-                keys |= set(range(i - i % stride, i + 1))
-            if second and pattern == "strided":
-                keys |= set(range(i, -1, -stride))
-            if second and pattern == "fixed":
-                last = stride - int(offsets[n])
-                keys |= {j for j in range(i + 1) if last - summary <= j % stride < last}
-            seen[n, i, list(keys)] = True
-    return seen
 
 
 def cost(
@@ -443,7 +409,7 @@ def cost(
     t, e, groups = one_length(t, q, k), d if e is None else e, h if g is None else g
     own = {"pattern": pattern, "stride": stride, "summary": summary, "summary_offsets": summary_offsets}
     parts = _parts(h, **own, heads=heads, layer=layer, variant=variant)
-    sizes = {"b": b, "h": h, "q": t, "k": t, "d": d, "e": e, "extra_pattern": _pattern(parts)}
+    sizes: dict[str, Any] = {"b": b, "h": h, "q": t, "k": t, "d": d, "e": e, "extra_pattern": _pattern(parts)}
     if settings.get("keep_weights"):
         return costs.attention(g=groups, **sizes, **settings)
     mixed = _mixed(parts, _key_heads(h, groups, settings.get("head_map", "repeat")))
@@ -475,214 +441,13 @@ def example(
     return {**arrays, "pattern": pattern, "stride": stride, **settings}
 
 
-# ---------------------------------------------------------------------- mistakes
-
-
-_OWN = ("pattern", "stride", "summary", "summary_offsets", "heads", "layer", "variant")
-
-
-def _chosen(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The pattern's options with their defaults, and t and h."""
-    defaults = {
-        "pattern": "strided",
-        "summary": None,
-        "summary_offsets": None,
-        "heads": "split",
-        "layer": None,
-        "variant": "paper",
-    }
-    h, t = np.shape(arguments["q"])[-3:-1]
-    return {"t": t, "h": h, **defaults, **{n: x for n, x in arguments.items() if n in _OWN}}
-
-
-def _as_dense(arguments: dict[str, Any], seen: np.ndarray | None = None) -> dict[str, Any]:
-    """Arguments of dense attention over the sets."""
-    seen = _sets(**_chosen(arguments)) if seen is None else seen
-    return {**{n: x for n, x in arguments.items() if n not in _OWN}, "pattern": patterns.dense(seen)}
-
-
-def _other_sets(class_: str, says: str, sets: Callable[[dict[str, Any], np.ndarray], np.ndarray | None]) -> Mutation:
-    """Softmax over other keys; ``sets`` gets the options with t and h, and the right sets (h, t, t)."""
-
-    def steps(arguments: dict[str, Any]) -> Steps | None:
-        chosen = _chosen(arguments)
-        right = _sets(**chosen)
-        wrong = sets(chosen, right)
-        if wrong is None:
-            return None
-        found, expected = (Steps(_as_dense(arguments, seen)) for seen in (wrong, right))
-        if np.array_equal(*(np.broadcast_to(x.visible(), x.whole) for x in (found, expected))):
-            return None
-        return found
-
-    def forward(arguments: dict[str, Any]) -> Result | None:
-        with np.errstate(all="ignore"):
-            wrong = steps(arguments)
-            return None if wrong is None else wrong.forward()
-
-    def gradients(arguments: dict[str, Any], cotangents: dict[str, Any]) -> dict[str, Any] | None:
-        with np.errstate(all="ignore"):
-            wrong = steps(arguments)
-            if wrong is None:
-                return None
-            wrong.forward()
-            return wrong.backward(cotangents)
-
-    return Mutation(class_, says, forward=forward, gradients=gradients)
-
-
-def _with(**changes: Any) -> Callable[..., np.ndarray | None]:
-    """Other options; a change is a value or a function of the options (None: it does not apply)."""
-
-    def sets(chosen: dict[str, Any], right: np.ndarray) -> np.ndarray | None:
-        found = {n: x(chosen) if callable(x) else x for n, x in changes.items()}
-        return None if any(x is None for x in found.values()) else _sets(**{**chosen, **found})
-
-    return sets
-
-
-def _only(pattern: str, sets: Callable[..., np.ndarray | None]) -> Callable[..., np.ndarray | None]:
-    return lambda chosen, right: sets(chosen, right) if chosen["pattern"] == pattern else None
-
-
-def _distance(chosen: dict[str, Any]) -> np.ndarray:
-    i = np.arange(chosen["t"])
-    return i[:, None] - i
-
-
-def _shorter_run(chosen: dict[str, Any], right: np.ndarray) -> np.ndarray:
-    """The distances of the run end one too early or too late in a merged head too, whose union hides the difference."""
-    gap = _distance(chosen)
-    return right & ((gap != chosen["stride"] - (chosen["variant"] == "code")) | (gap == 0))
-
-
-def _absolute(chosen: dict[str, Any], right: np.ndarray) -> np.ndarray:
-    """The multiples are those of the position, not of the distance."""
-    gap, stride = _distance(chosen), chosen["stride"]
-    multiple = np.broadcast_to(np.arange(chosen["t"]) % stride == 0, gap.shape) & (gap >= 0)
-    first = _sets(**{**chosen, "heads": "first", "layer": None})
-    second = _sets(**{**chosen, "heads": "second", "layer": None})
-    takes_second = (right & second).sum(axis=(-2, -1)) == second.sum(axis=(-2, -1))
-    takes_first = (right & first).sum(axis=(-2, -1)) == first.sum(axis=(-2, -1))
-    return np.where(takes_second[:, None, None], multiple | (first & takes_first[:, None, None]), right)
-
-
-def _future(chosen: dict[str, Any], right: np.ndarray) -> np.ndarray:
-    return right | np.swapaxes(right, -1, -2)
-
-
-def _not_oneself(chosen: dict[str, Any], right: np.ndarray) -> np.ndarray:
-    return right & (_distance(chosen) != 0)
-
-
-def _earlier_blocks_only(chosen: dict[str, Any], right: np.ndarray) -> np.ndarray | None:
-    """Summary columns of the own block are left out where no first part sees them."""
-    block = np.arange(chosen["t"]) // chosen["stride"]
-    second = _sets(**{**chosen, "heads": "second", "layer": None})
-    merged = chosen["heads"] == "merged"
-    alone = np.all(right == second, axis=(-2, -1))[:, None, None] & (not merged)
-    return np.where(alone, right & (block[:, None] != block), right)
-
-
-def _columns_moved(by: int) -> Callable[..., np.ndarray | None]:
-    """Summary columns further to the right in every block by ``by`` tokens; they stay in their block."""
-
-    def sets(chosen: dict[str, Any], right: np.ndarray) -> np.ndarray | None:
-        offsets = np.broadcast_to(np.asarray(_offsets(chosen["summary_offsets"], chosen["h"])) - by, (chosen["h"],))
-        if offsets.max(initial=0) + chosen["summary"] > chosen["stride"]:
-            return None
-        return _sets(**{**chosen, "summary_offsets": offsets})
-
-    return sets
-
-
-def _first_columns(chosen: dict[str, Any], right: np.ndarray) -> np.ndarray:
-    offsets = chosen["stride"] - chosen["summary"] - np.asarray(_offsets(chosen["summary_offsets"], chosen["h"]))
-    return _sets(**{**chosen, "summary_offsets": offsets})
-
-
-def _exchanged(chosen: dict[str, Any], right: np.ndarray) -> np.ndarray | None:
-    if chosen["heads"] == "merged":
-        return None
-    first, second = (_sets(**{**chosen, "heads": part, "layer": None}) for part in ("first", "second"))
-    return np.where(np.all(right == first, axis=(-2, -1))[:, None, None], second, first)
-
-
-def _two_softmaxes(weighted: bool) -> Mutation:
-    """A merged head as the mean of two softmaxes, or as their sum over the multiset."""
-
-    def forward(arguments: dict[str, Any]) -> Result | None:
-        chosen = _chosen(arguments)
-        if chosen["heads"] != "merged":
-            return None
-        with np.errstate(all="ignore"):
-            parts = [
-                Steps(_as_dense(arguments, _sets(**{**chosen, "heads": part}))).forward()
-                for part in ("first", "second")
-            ]
-            right = Steps(_as_dense(arguments)).forward()
-            lse = np.logaddexp(*(p.lse for p in parts))
-            shares = [np.exp(p.lse - lse) if weighted else np.full(p.lse.shape, 0.5) for p in parts]
-            shares = [np.where(np.isneginf(lse), 0.0, share)[..., None] for share in shares]
-            output = sum(share * p.output for share, p in zip(shares, parts, strict=True))
-        if np.allclose(output, right.output, rtol=1e-9, atol=1e-12, equal_nan=True):
-            return None
-        return Result(output=output, lse=lse)
-
-    says = "the key that both parts hold is counted twice" if weighted else "a merged head is the mean of two softmaxes"
-    return Mutation("sparse_union_mean", says, forward=forward)
-
-
-_mistakes: tuple[Mutation, ...] = (
-    _other_sets(
-        "sparse_local_off1",
-        "the run holds stride keys where stride + 1 are due, or the other way round",
-        _only("strided", _with(variant=lambda chosen: "code" if chosen["variant"] == "paper" else "paper")),
-    ),
-    _other_sets("sparse_local_off1", "the farthest key of the run is missing", _only("strided", _shorter_run)),
-    _other_sets("sparse_stride_absolute", "the multiples are those of the position", _only("strided", _absolute)),
-    _two_softmaxes(False),
-    _two_softmaxes(True),
-    _other_sets("sparse_summary_columns", "the summary columns begin each block", _only("fixed", _first_columns)),
-    _other_sets(
-        "sparse_summary_columns",
-        "the summary columns stand one further to the right, as the paper prints them",
-        _only("fixed", _columns_moved(1)),
-    ),
-    _other_sets(
-        "sparse_summary_columns",
-        "the summary columns stand one too far to the left",
-        _only("fixed", _columns_moved(-1)),
-    ),
-    _other_sets(
-        "sparse_summary_columns",
-        "every head has the same summary columns",
-        _only("fixed", lambda chosen, right: _sets(**{**chosen, "summary_offsets": None})),
-    ),
-    _other_sets(
-        "sparse_summary_own_block",
-        "summary columns of the own block are not seen",
-        _only("fixed", _earlier_blocks_only),
-    ),
-    _other_sets(
-        "sparse_heads_exchanged",
-        "the second part stands where the first is due, and the other way round",
-        _exchanged,
-    ),
-    _other_sets("sparse_heads_merged", "every head sees both parts", _with(heads="merged", layer=lambda chosen: 0)),
-    _other_sets("causal_drop", "the pattern is seen in both directions", _future),
-    _other_sets("causal_strict", "a query does not see its own key", _not_oneself),
-    _other_sets("sparse_dense", "all earlier keys are seen", lambda chosen, right: np.tril(np.ones(right.shape, bool))),
-)
-
-
 sparse_transformer_attention = mechanism(
     forward,
     backward,
     definition,
     cost,
     example,
-    (*_mistakes, *mutations_for(_as_dense, exclude=("pattern_drop",))),
+    sparse_mutations,
     name="sparse_transformer_attention",
     equation="output = softmax(scale * q k^T + bias, over a strided or fixed pattern) v",
     paper="Child et al. 2019, arXiv:1904.10509, section 4.2",
