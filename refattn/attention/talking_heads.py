@@ -47,7 +47,6 @@ from refattn.arrays import (
     real,
     require_axes,
     require_one_of,
-    sum_to_shape,
     to_namespace,
 )
 from refattn.attention.talking_heads_definition import definition
@@ -258,9 +257,7 @@ def _call(q: Any, k: Any, v: Any, parts: dict[str, Any], shared: Any, backend: A
     if settings.get("scale") is None:
         settings["scale"] = sizes["d"] ** -0.5 if sizes["d"] else 1.0
     keys = placeholder(1, sizes["k"])
-    prepared = options.prepare(
-        placeholder(h, sizes["q"]), keys, keys, backend=backend, algorithm=algorithm, **settings
-    )
+    prepared = options.prepare(placeholder(h, sizes["q"]), keys, keys, backend=backend, algorithm=algorithm, **settings)
     logits = _Mix({n: flat[n] for n in ("logits_projection", "query_logits", "key_logits") if n in flat}, (x, h))
     weights = _Mix({n: flat[n] for n in ("weights_projection", "query_weights", "key_weights") if n in flat}, (h, y))
     return _Call(flat["q"], flat["k"], flat["v"], prepared.problem.scale, logits, weights, prepared, lead)
@@ -348,7 +345,9 @@ class _Mixing:
         """Pairs that reach each of the m heads, where ``visible`` (b|1, n|1, a|1, c|1) or None says what each of n sees."""
         xp = namespace(like)
         shape = (like.shape[0], self.heads[0], *like.shape[2:])
-        visible = xp.broadcast_to(xp.ones((), dtype=xp.bool, device=device(like)) if visible is None else visible, shape)
+        visible = xp.broadcast_to(
+            xp.ones((), dtype=xp.bool, device=device(like)) if visible is None else visible, shape
+        )
         if not self.parts:
             return visible
         found = xp.zeros((like.shape[0], self.heads[1], *like.shape[2:]), dtype=xp.bool, device=device(like))
@@ -506,9 +505,6 @@ def _backward_group(call: _Call, group: attend.Group, lse: Any, d_lse: Any, d_ou
             weights = view.seen(backend.exp_into(logits - z))
             mixing = call.weights.on(view)
             d_mixed = backend.matmul(d_o, xp.matrix_transpose(block.keys.take(v)), view.scratch, "d_mixed")
-            if not bool(xp.all(xp.isfinite(d_mixed))):
-                seen = mixing.reached(None if view.visible is None else _heads(view.visible), d_mixed)
-                d_mixed = xp.where(seen, d_mixed, xp.zeros_like(d_mixed))
             d_weights = xp.expand_dims(mixing.turned.apply(d_mixed), axis=1)
             factor = view.dropout()
             d_weights = view.seen(d_weights if factor is None else d_weights * factor)
@@ -607,7 +603,10 @@ def cost(
     once = twice = largest = 0  # pairs, of all softmax heads together, of runs in one block and of the others
     for group in attend.groups(problem):
         for queries, blocks in _runs(problem, group, np):
-            pairs = [(group.b.stop - group.b.start) * (queries.stop - queries.start) * (n.keys.stop - n.keys.start) for n in blocks]
+            pairs = [
+                (group.b.stop - group.b.start) * (queries.stop - queries.start) * (n.keys.stop - n.keys.start)
+                for n in blocks
+            ]
             once, twice = once + sum(pairs) * (len(blocks) == 1), twice + sum(pairs) * (len(blocks) > 1)
             largest = max(largest, *pairs)
 

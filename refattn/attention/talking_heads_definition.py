@@ -10,7 +10,17 @@ from refattn.records import Result
 
 __all__ = ["definition"]
 
-_VISIBILITY = ("mask", "pattern", "causal", "align", "window", "query_lengths", "key_lengths", "query_segments", "key_segments")
+_VISIBILITY = (
+    "mask",
+    "pattern",
+    "causal",
+    "align",
+    "window",
+    "query_lengths",
+    "key_lengths",
+    "query_segments",
+    "key_segments",
+)
 
 
 def definition(

@@ -1,0 +1,355 @@
+"""talking_heads_attention: gradients, definition, dynamic parts, both walks, poison, stored cases, counts, mistakes."""
+
+import array_api_strict
+import numpy as np
+import pytest
+from support import assert_adjoint, assert_close, assert_gradients, cases, random_cotangents
+
+import refattn as ra
+from refattn import patterns
+
+attention = ra.talking_heads_attention
+B, X, H, Y, Q, K, D, E = 2, 2, 3, 4, 3, 5, 3, 2
+EPS = np.finfo(np.float64).eps
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def base(seed=0, **sizes):
+    return attention.example(rng(seed), **{"b": B, "x": X, "h": H, "y": Y, "q": Q, "k": K, "d": D, "e": E, **sizes})
+
+
+def bend(logits, b, h, i, j):
+    return logits * (1 + 0.1 * h) + 0.2 * b - 0.05 * (i - j) + 0.1 * logits**2
+
+
+bend.derivative = lambda logits, b, h, i, j: (1 + 0.1 * h) + 0.2 * logits
+hiding = rng(9).random((B, H, Q, K)) < 0.3
+OPTIONS = {
+    "plain": {},
+    "dynamic": {"dynamic": True},
+    "only_query_logits": {"query_logits": rng(1).standard_normal((B, Q, X, H))},
+    "only_key_weights": {"key_weights": rng(1).standard_normal((1, K, H, Y))},
+    "identity_before": {"logits_projection": None, "x": H},
+    "identity_behind": {"weights_projection": None, "y": H},
+    "identity": {"logits_projection": None, "weights_projection": None, "x": H, "y": H},
+    "identity_dynamic": {"logits_projection": None, "weights_projection": None, "x": H, "y": H, "dynamic": True},
+    "mask": {"mask": rng(1).random((B, H, Q, K)) < 0.6},
+    "mask_empty_row": {"mask": np.arange(Q)[:, None] != 1, "dynamic": True},
+    "bias": {"bias": rng(2).standard_normal((B, H, Q, K))},
+    "bias_shared": {"bias": rng(2).standard_normal((H, 1, K))},
+    "bias_hides": {"bias": np.where(hiding, -np.inf, rng(2).standard_normal((B, H, Q, K)))},
+    "causal": {"causal": True, "align": "lower_right"},
+    "causal_negative": {"causal": True, "align": -1},
+    "window": {"window": (1, 0), "align": 1},
+    "lengths": {"query_lengths": [2, 0], "key_lengths": [3, 4], "dynamic": True},
+    "segments": {"query_segments": np.array([[0, 0, 1], [1, 2, 2]]), "key_segments": np.array([0, 0, 1, 1, 2])},
+    "scale": {"scale": 0.7},
+    "softcap_bias": {"softcap": 1.3, "bias": rng(2).standard_normal((B, H, Q, K))},
+    "softcap_after": {"softcap": 1.3, "bias": rng(2).standard_normal((B, H, Q, K)), "softcap_after_bias": True},
+    "alibi": {"alibi_slopes": rng(3).random(H), "align": "lower_right"},
+    "dropout": {"dropout_mask": rng(5).random((B, H, Q, K)) < 0.7, "dropout_rate": 0.3, "dynamic": True},
+    "pattern_heads": {"pattern": patterns.dense(rng(6).random((H, Q, K)) < 0.6)},
+    "score_mod": {"score_mod": bend},
+    "together": {
+        "mask": rng(1).random((B, 1, Q, K)) < 0.9, "bias": np.where(hiding, -np.inf, rng(2).standard_normal((B, H, Q, K))),
+        "causal": True, "align": "lower_right", "window": (3, None), "key_lengths": [5, 4], "query_lengths": [3, 2], "scale": 0.6,
+        "softcap": 1.7, "alibi_slopes": rng(3).random(H), "dropout_rate": 0.25, "dropout_mask": rng(5).random((B, H, Q, K)) < 0.75,
+        "score_mod": bend, "dynamic": True,
+    },
+}  # fmt: skip
+
+
+def made(name, seed=0):
+    return {n: x for n, x in base(seed, **OPTIONS[name]).items() if x is not None}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_equals_definition_whole_and_tiled(name):
+    arguments = made(name, 1)
+    want = attention.definition(**arguments)
+    for algorithm in ("auto", "whole", "tiled"):
+        got = attention.forward(**arguments, algorithm=algorithm)
+        # sums of d + x + k + h terms of order 1
+        assert_close(got.output, want.output, 60 * EPS)
+        assert_close(got.lse, want.lse, 60 * EPS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "dynamic", "identity_dynamic", "mask", "bias_hides", "softcap_after", "alibi", "dropout", "score_mod"],
+)
+def test_gradients_by_complex_step(name):
+    assert_gradients(attention, {**made(name, 2), "scale": 0.5}, rng(7))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_adjoint_identity(name):
+    assert_adjoint(attention, made(name, 3), rng(8))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_tiled_gradients_equal_whole(name):
+    arguments = made(name, 4)
+    (whole, back), (_, back_tiled) = (attention.vjp(**arguments, algorithm=a) for a in ("whole", "tiled"))
+    cotangents = random_cotangents(attention, whole, rng(3))
+    want, got = back(**cotangents), back_tiled(**cotangents)
+    assert set(want) == {n for n in attention.differentiable if n in arguments}
+    for n in want:
+        assert_close(got[n], want[n], 300 * EPS)
+
+
+@pytest.mark.parametrize("name", ["plain", "identity", "mask", "together"])
+def test_strict_namespace(name):
+    arguments = {n: x for n, x in made(name, 5).items() if n != "score_mod"}
+    strict = {n: array_api_strict.asarray(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
+    want, want_back = attention.vjp(**arguments)
+    cotangents = random_cotangents(attention, want, rng(1))
+    for algorithm in ("whole", "tiled"):
+        result, pullback = attention.vjp(**strict, algorithm=algorithm)
+        got = pullback(**{n: array_api_strict.asarray(x) for n, x in cotangents.items()})
+        assert type(result.output) is type(strict["q"])
+        assert_close(result.output, want.output, 40 * EPS)
+        for n, g in want_back(**cotangents).items():
+            assert_close(got[n], g, 300 * EPS)
+
+
+@pytest.mark.parametrize("name", ["plain", "dynamic", "softcap_after", "alibi", "dropout", "bias_hides"])
+def test_kept_weights_and_logits(name):
+    arguments = made(name, 6)
+    got, want = attention.forward(**arguments, keep_weights=True), attention.definition(**arguments, keep_weights=True)
+    assert_close(got.weights, want.weights, 60 * EPS)
+    hidden = np.isinf(want.logits)
+    assert_close(np.where(hidden, 0, got.logits), np.where(hidden, 0, want.logits), 60 * EPS)
+
+
+def test_leading_axes_broadcast_and_none():
+    r = rng(5)
+    arguments = base(7)
+    arguments |= {
+        "q": r.standard_normal((3, 1, X, Q, D)),
+        "k": r.standard_normal((2, X, K, D)),
+        "v": r.standard_normal((Y, K, E)),
+    }
+    arguments |= {"query_logits": r.standard_normal((2, Q, X, H)), "key_weights": r.standard_normal((K, H, Y))}
+    assert attention.forward(**arguments).output.shape == (3, 2, Y, Q, E)
+    assert_close(attention(**arguments), attention.definition(**arguments).output, 60 * EPS)
+    assert_adjoint(attention, arguments, r)
+    alone = {
+        **arguments,
+        "q": arguments["q"][0, 0],
+        "k": arguments["k"][0],
+        "query_logits": arguments["query_logits"][0],
+    }
+    assert attention(**alone).shape == (Y, Q, E)
+
+
+PLAIN = [
+    "plain",
+    "mask",
+    "mask_empty_row",
+    "bias_hides",
+    "causal",
+    "lengths",
+    "softcap_after",
+    "alibi",
+    "dropout",
+    "together",
+]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_identity_projections_are_plain_attention(name):
+    options = {n: x for n, x in OPTIONS[name].items() if n != "dynamic"}
+    q, k, v = (rng(n).standard_normal((B, H, s, c)) for n, s, c in ((0, Q, D), (1, K, D), (2, K, E)))
+    want, want_back = ra.scaled_dot_product_attention.vjp(q, k, v, **options)
+    cotangents = random_cotangents(attention, want, rng(3))
+    for projections in ({}, {"logits_projection": np.eye(H), "weights_projection": np.eye(H)}):
+        got, back = attention.vjp(q, k, v, **projections, **options)
+        assert_close(got.output, want.output, 40 * EPS)
+        assert_close(got.lse, want.lse, 40 * EPS)
+        gradients = back(**cotangents)
+        for n, g in want_back(**cotangents).items():
+            assert_close(gradients[n], g, 300 * EPS)
+
+
+def test_permuted_heads():
+    """Projections that permute the heads are attention with permuted heads."""
+    q, k, v = (rng(n).standard_normal((H, s, D)) for n, s in ((0, Q), (1, K), (2, K)))
+    p = np.eye(H)[:, [2, 0, 1]]  # softmax head 0 hears key head 2
+    assert_close(
+        attention(q, k, v, logits_projection=p, weights_projection=p.T),
+        ra.scaled_dot_product_attention(q, k, v),
+        40 * EPS,
+    )
+    got = attention(q, k, v, logits_projection=p)
+    assert_close(got, ra.scaled_dot_product_attention(q[[2, 0, 1]], k[[2, 0, 1]], v), 40 * EPS)
+
+
+@pytest.mark.parametrize("algorithm", ["whole", "tiled"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_poison_reaches_what_it_is_projected_to(poison, algorithm):
+    """Softmax head 0 alone sees key 3; it hears key head 0, and value head 0 hears it."""
+    logits_projection, weights_projection = np.ones((X, H)), np.ones((H, Y))
+    logits_projection[1, 0], weights_projection[0, 1:] = 0.0, 0.0
+    seen = np.ones((H, Q, K), bool)
+    seen[1:, :, 3] = False
+    fixed = {"logits_projection": logits_projection, "weights_projection": weights_projection, "mask": seen}
+    clean_arguments = {**base(8), **fixed}
+    clean = attention.forward(**clean_arguments, algorithm=algorithm)
+    for name, at, expected in (("k", 0, [0]), ("k", 1, []), ("v", 0, [0]), ("v", 1, [])):
+        dirty = {**clean_arguments, name: clean_arguments[name].copy()}
+        dirty[name][0, at, 3] = poison
+        result, pullback = attention.vjp(**dirty, algorithm=algorithm)
+        want = attention.definition(**dirty)
+        assert_close(result.output, want.output, 60 * EPS)
+        assert_close(result.lse, want.lse, 60 * EPS)
+        touched = [
+            y for y in range(Y) if not np.allclose(result.output[0, y], clean.output[0, y], rtol=0, atol=60 * EPS)
+        ]
+        assert touched == expected, (name, at)
+        assert_close(result.output[1], clean.output[1], 60 * EPS)
+        gradients = pullback(np.ones_like(result.output))
+        assert np.isfinite(gradients["q"][1]).all()
+        assert np.isfinite(gradients["v"][1]).all()
+        if not expected:  # a projection's own gradient asks what would come through if the 0 were not 0
+            own = {"k": ("logits_projection", (1, 0)), "v": ("weights_projection", (0, 1))}[name]
+            assert not np.isfinite(gradients[own[0]][own[1]])
+            gradients[own[0]][own[1]] = 0.0
+            assert all(np.isfinite(g).all() for g in gradients.values()), name
+
+
+def test_poisoned_padding_reaches_nothing():
+    arguments = {**made("dynamic", 9), "query_lengths": [2, 0], "key_lengths": [3, 4]}
+    dirty = {n: x.copy() if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
+    for b, (rows, keys) in enumerate(((2, 3), (0, 4))):
+        dirty["q"][b, :, rows:] = np.nan
+        dirty["k"][b, :, keys:], dirty["v"][b, :, keys:] = np.nan, np.inf
+    for algorithm in ("whole", "tiled"):
+        (want, want_back), (got, got_back) = (attention.vjp(**a, algorithm=algorithm) for a in (arguments, dirty))
+        assert_close(got.output, want.output, 60 * EPS)  # values that are not finite take another order of summation
+        assert_close(got.lse, want.lse, 60 * EPS)
+        assert (got.output[0, :, 2] == 0).all()
+        d = rng(1).standard_normal(want.output.shape)
+        poisoned = d.copy()
+        poisoned[0, :, 2:], poisoned[1] = np.nan, np.nan
+        for n, g in want_back(d).items():
+            assert_close(got_back(poisoned)[n], g, 100 * EPS)
+
+
+def test_several_ranges_of_rows_and_blocks_of_keys():
+    """Long enough for several tasks and blocks: equal to its own rows one by one, and bitwise the same again."""
+    r = rng(11)
+    n = 2100
+    arguments = attention.example(r, b=1, x=2, h=2, y=3, q=n, k=n, d=4, e=3, dynamic=True)
+    arguments = {m: x.astype(np.float32) for m, x in arguments.items()}
+    result, pullback = attention.vjp(**arguments, causal=True)
+    few = slice(2000, 2010)
+    part = {**arguments, **{m: arguments[m][..., few, :] for m in ("q",)}}
+    part |= {m: arguments[m][:, few] for m in ("query_logits", "query_weights")}
+    rows = attention.forward(**part, causal=True, align=2000)
+    assert_close(rows.output, result.output[..., few, :], 2e-5)
+    d = r.standard_normal(result.output.shape).astype(np.float32)
+    first, again = pullback(d), pullback(d)
+    assert all(np.array_equal(first[m], again[m]) for m in first)
+    only = np.zeros_like(d)
+    only[..., few, :] = d[..., few, :]
+    want = attention.vjp(**part, causal=True, align=2000)[1](d[..., few, :])
+    got = pullback(only)
+    for m in ("k", "v", "logits_projection", "weights_projection", "key_logits", "key_weights"):
+        scale = float(np.max(np.abs(want[m])))
+        assert np.max(np.abs(got[m] - want[m])) <= 1e-4 * scale, m
+
+
+def test_half_inputs_round_once():
+    arguments = {n: x.astype(np.float16) for n, x in made("dynamic", 10).items()}
+    result, pullback = attention.vjp(**arguments)
+    assert result.output.dtype == np.float16
+    assert result.lse.dtype == np.float32
+    want = attention.forward(**{n: x.astype(np.float64) for n, x in arguments.items()})
+    assert_close(result.output, want.output, 2.0**-11 + 60 * 2.0**-24)
+    assert all(g.dtype == np.float16 for g in pullback(result.output).values())
+
+
+@pytest.mark.parametrize("sizes", [{"b": 0}, {"q": 0}, {"k": 0}, {"e": 0}, {"d": 0}, {"h": 0, "x": 0, "y": 0}])
+def test_empty_axes(sizes):
+    arguments = {n: np.nan_to_num(x, posinf=0, neginf=0) for n, x in _safe_example(sizes).items()}
+    for algorithm in ("auto", "whole", "tiled"):
+        result, pullback = attention.vjp(**arguments, algorithm=algorithm)
+        assert {n: g.shape for n, g in pullback(result.output).items()} == {n: x.shape for n, x in arguments.items()}
+    if sizes.get("k") == 0:
+        assert (result.output == 0).all()
+        assert (result.lse == -np.inf).all()
+
+
+def _safe_example(sizes):
+    with np.errstate(all="ignore"):
+        if sizes.get("h") == 0:
+            return {"q": np.zeros((B, 0, Q, D)), "k": np.zeros((B, 0, K, D)), "v": np.zeros((B, 0, K, E))}
+        return base(0, **sizes)
+
+
+# ---------------------------------------------------------------------- stored cases
+
+
+@pytest.mark.parametrize(
+    ("name", "meta", "a"), [c for c in cases("x_transformers") if c[1]["options"]["talking_heads"]]
+)
+def test_stored_cases(name, meta, a):
+    o = meta["options"]
+    arguments = {n: a[f"in_{n}"] for n in "qkv"}
+    if "scale" in o:
+        arguments["scale"] = o["scale"]
+    if "in_keep_mask" in a:
+        arguments["mask"] = a["in_keep_mask"]
+    if o.get("causal"):
+        arguments |= {"causal": True, "align": "lower_right"}
+    wanted = {n: a[f"grad_{n}"] for n in "qkv"}
+    if "pre" in o["talking_heads"]:  # there W is [out, in], and its product is added to what goes in
+        arguments["logits_projection"] = np.eye(len(a["w_pre"])) + a["w_pre"].T
+        wanted["logits_projection"] = a["grad_w_pre"].T
+        plain = attention(**{**arguments, "logits_projection": a["w_pre"].T})
+        assert (
+            plain.shape != a["out"].shape or np.max(np.abs(plain - a["out"])) > 1e-3
+        )  # without the residual it is another
+    if "post" in o["talking_heads"]:
+        arguments["weights_projection"] = np.ascontiguousarray(a["w_post"].T)
+        wanted["weights_projection"] = a["grad_w_post"].T
+    unit = max(1e-10, meta["suggested_atol"] or 0)  # float64 in the producer
+    result, pullback = attention.vjp(**arguments)
+    assert_close(result.output, a["out"], unit)
+    gradients = pullback(a["cot_out"])
+    for n, want in wanted.items():
+        assert_close(gradients[n], want, 10 * unit)
+
+
+# ---------------------------------------------------------------------- bad input
+
+BAD = {
+    "rank": ({"q": np.zeros((Q, D))}, ValueError, "q has shape"),
+    "key_heads": ({"k": np.zeros((B, 5, K, D))}, ValueError, "k has shape .2, 5, 5, 3.*'x'"),
+    "channels": ({"k": np.zeros((B, X, K, 7))}, ValueError, "k has shape"),
+    "lengths": ({"v": np.zeros((B, Y, 9, E))}, ValueError, "v has shape"),
+    "logits_projection": ({"logits_projection": np.zeros((H, X))}, ValueError, "logits_projection has shape"),
+    "weights_projection": ({"weights_projection": np.zeros((Y, H))}, ValueError, "weights_projection has shape"),
+    "missing_before": ({"logits_projection": None}, ValueError, "logits_projection is missing: it leads from 2 heads to 3"),
+    "missing_behind": ({"weights_projection": None}, ValueError, "weights_projection is missing: it leads from 3 heads to 4"),
+    "query_logits": ({"query_logits": np.zeros((B, K, X, H))}, ValueError, "query_logits has shape"),
+    "key_weights": ({"key_weights": np.zeros((B, K, H, H))}, ValueError, "key_weights has shape"),
+    "batch": ({"query_weights": np.zeros((3, Q, H, Y))}, ValueError, "leading axes"),
+    "mask": ({"mask": np.ones((X, Q, K), bool)}, ValueError, "mask has shape"),
+    "bias": ({"bias": np.ones((Y, Q, K))}, ValueError, "bias has shape"),
+    "align": ({"causal": True}, ValueError, "align is missing"),
+    "sinks": ({"sinks": np.zeros(H)}, TypeError, "talking_heads_attention has no option 'sinks'"),
+    "head_map": ({"head_map": "tile"}, TypeError, "talking_heads_attention has no option 'head_map'"),
+    "integers": ({"logits_projection": np.ones((X, H), int)}, TypeError, "logits_projection has dtype int64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    change, kind, message = BAD[name]
+    with pytest.raises(kind, match=message):
+        attention.forward(**{**base(), **change})
