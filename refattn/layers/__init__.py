@@ -2,5 +2,19 @@
 
 from refattn.layers.basics import feed_forward, layer_norm, linear, residual
 from refattn.layers.recurrent import compressive_layer, transformer_xl_layer
+from refattn.layers.reformer import lsh_layer
+from refattn.layers.reversible import bind, chain, reversible_residual, reversible_stack
 
-__all__ = ["compressive_layer", "feed_forward", "layer_norm", "linear", "residual", "transformer_xl_layer"]
+__all__ = [
+    "bind",
+    "chain",
+    "compressive_layer",
+    "feed_forward",
+    "layer_norm",
+    "linear",
+    "lsh_layer",
+    "residual",
+    "reversible_residual",
+    "reversible_stack",
+    "transformer_xl_layer",
+]
