@@ -24,6 +24,8 @@ __all__ = [
     "merge_backward",
     "row_maximum",
     "softmax",
+    "unit_norm",
+    "unit_norm_backward",
 ]
 
 
@@ -182,3 +184,19 @@ def layer_norm_backward(normal: Any, factor: Any, d_normal: Any) -> Any:
     mean = xp.mean(d_normal, axis=-1, keepdims=True)
     slope = xp.mean(d_normal * normal, axis=-1, keepdims=True)
     return factor * (d_normal - mean - normal * slope)
+
+
+def unit_norm(x: Any, eps: float) -> tuple[Any, Any]:
+    """x / max(||x||, eps) over the last axis, and the factor 1 / max(||x||, eps)."""
+    xp = namespace(x)
+    norm = xp.sqrt(xp.sum(x * x, axis=-1, keepdims=True))
+    factor = 1 / xp.where(real(norm) > eps, norm, xp.full_like(norm, eps))
+    return x * factor, factor
+
+
+def unit_norm_backward(normal: Any, factor: Any, d_normal: Any, eps: float) -> Any:
+    """Cotangent of x: factor (d - normal (normal . d)), without the second term where ||x|| is below eps."""
+    xp = namespace(normal)
+    along = xp.sum(normal * d_normal, axis=-1, keepdims=True)
+    along = xp.where(real(factor) < 1 / eps, along, xp.zeros_like(along))
+    return factor * (d_normal - normal * along)

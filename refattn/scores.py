@@ -13,7 +13,18 @@ import numpy as np
 from refattn.arrays import device, is_complex, namespace, real, sum_to_shape, to_namespace
 from refattn.selections import take_pairs
 
-__all__ = ["Alibi", "Among", "Bias", "Relative", "ScoreMod", "SoftCap", "Term", "add_pairs"]
+__all__ = [
+    "Alibi",
+    "Among",
+    "Bias",
+    "Relative",
+    "ScoreMod",
+    "SoftCap",
+    "Term",
+    "add_pairs",
+    "places_to_rows",
+    "rows_to_places",
+]
 
 INFINITY = float("inf")
 
@@ -274,7 +285,7 @@ class Relative(Term):
             scores = xp.broadcast_to(scores, (*query.shape[:-1], rows.stop - rows.start))
         if missing:
             scores = xp.concat([scores, _zeros(scores, *scores.shape[:-1], missing)], axis=-1)
-        by_place = _rows_to_places(scores)
+        by_place = rows_to_places(scores)
         if columns is not None:
             by_place = xp.take(by_place, to_namespace(columns, xp, like=logits), axis=-1)
         return logits + by_place, None
@@ -289,7 +300,7 @@ class Relative(Term):
                 inverse[columns] = np.arange(columns.shape[0])
                 x = xp.concat([x, _zeros(x, *x.shape[:-1], 1)], axis=-1)
                 x = xp.take(x, to_namespace(inverse, xp, like=x), axis=-1)
-            x = _places_to_rows(x)
+            x = places_to_rows(x)
             return x[..., : x.shape[-1] - missing] if missing else x
 
         d_scores = by_row(d_logits)
@@ -310,7 +321,7 @@ class Relative(Term):
         return d_logits
 
 
-def _rows_to_places(x: Any) -> Any:
+def rows_to_places(x: Any) -> Any:
     """(..., a, n) -> (..., a, n - a + 1): output[i, j] = x[i, j + a - 1 - i]."""
     xp = namespace(x)
     *lead, a, n = x.shape
@@ -320,8 +331,8 @@ def _rows_to_places(x: Any) -> Any:
     return xp.reshape(line, (*lead, a, n - 1))[..., : n - a + 1]
 
 
-def _places_to_rows(x: Any) -> Any:
-    """The adjoint of _rows_to_places: (..., a, c) -> (..., a, a + c - 1)."""
+def places_to_rows(x: Any) -> Any:
+    """The adjoint of rows_to_places: (..., a, c) -> (..., a, a + c - 1)."""
     xp = namespace(x)
     *lead, a, c = x.shape
     if a == 1:
