@@ -49,6 +49,10 @@ class Backend:
         """tanh(x); may overwrite x."""
         return self.xp.tanh(x)
 
+    def select_into(self, x: Any, visible: Any, fill: float = 0.0) -> Any:
+        """x where visible, which broadcasts to it, ``fill`` elsewhere; may overwrite x."""
+        return self.xp.where(visible, x, self.xp.full_like(x, fill))
+
     def erf(self, x: Any) -> Any:
         """Error function of a real array, accurate to its dtype."""
         host = self.to_numpy(x)
@@ -80,6 +84,10 @@ class Backend:
     def top_k(self, x: Any, count: int) -> Any:
         """Indices of the ``count`` largest real values along the last axis, largest first, ties to the lower index."""
         return self.xp.argsort(x, axis=-1, descending=True, stable=True)[..., :count]
+
+    def largest(self, x: Any, count: int) -> Any:
+        """The same indices in rising order."""
+        return self.xp.sort(self.top_k(x, count), axis=-1)
 
     def normal(self, rng: np.random.Generator, shape: tuple[int, ...], dtype: Any = None) -> Any:
         """Standard normal numbers drawn by NumPy, so that every backend sees the same ones."""

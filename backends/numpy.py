@@ -18,6 +18,8 @@ __all__ = ["NumpyBackend", "threads", "use_executor"]
 SERIAL_WORK = 1 << 22
 """Below this many operations a pool costs more than it gives."""
 
+_BITS = {"e": np.int16, "f": np.int32, "d": np.int64}
+
 _local = threading.local()
 _chosen: list[Executor] = []
 _limit = threading.Lock()
@@ -79,6 +81,21 @@ class NumpyBackend(Backend):
     def tanh_into(self, x: Any) -> Any:
         return np.tanh(x, out=x)
 
+    def select_into(self, x: Any, visible: Any, fill: float = 0.0) -> Any:
+        """By bits: ``np.where`` branches on every element, four to ten times as slow where the mask has no pattern."""
+        kind = _BITS.get(x.dtype.char)
+        if kind is None or not x.flags.writeable:
+            return np.where(visible, x, x.dtype.type(fill))
+        bits = x.view(kind)
+        mask = visible.astype(kind)
+        np.negative(mask, out=mask)  # all bits where visible
+        bits &= mask
+        if fill:
+            np.invert(mask, out=mask)
+            mask &= np.asarray(fill, x.dtype).view(kind)
+            bits |= mask
+        return x
+
     def erf(self, x: Any) -> Any:
         from scipy.special import erf
 
@@ -131,6 +148,21 @@ class NumpyBackend(Backend):
         if tied.any():
             chosen[tied] = np.argsort(-x[tied], axis=-1, stable=True)[..., :count]
         return chosen
+
+    def largest(self, x: Any, count: int) -> Any:
+        """By the value at the cut, which the sort of the whole row is not needed for; a stable sort where it repeats."""
+        n = x.shape[-1]
+        if not 0 < count < n or np.iscomplexobj(x):
+            return np.sort(self.top_k(x, count), axis=-1)
+        rows = x.reshape(-1, n)
+        chosen = rows >= np.partition(rows, n - count, axis=-1)[:, n - count, None]
+        unclear = np.flatnonzero(np.count_nonzero(chosen, axis=-1) != count)  # ties across the cut, or NaN
+        if unclear.size:
+            first = np.argsort(-rows[unclear], axis=-1, stable=True)[:, :count]
+            chosen[unclear] = False
+            chosen[unclear[:, None], first] = True
+        found = np.flatnonzero(chosen).reshape(-1, count) - np.arange(len(rows))[:, None] * n
+        return found.reshape(*x.shape[:-1], count)
 
     def map(self, function: Callable[[Any], Any], tasks: Iterable[Any], *, work: int = 0) -> list[Any]:
         """On the pool, with BLAS held to one thread meanwhile; nested calls and small work run where they are."""
