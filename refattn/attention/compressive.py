@@ -302,5 +302,5 @@ compressive_attention = mechanism(
 compressive_attention.probe_options = (
     {"compressed_positions": "span_end", "rate": 3, "says": "a compressed row stands at the end of its span"},
     {"compressed_positions": "span_mid", "rate": 4, "says": "a compressed row stands in the middle of its span"},
-    {"n": 0, "says": "no compressed rows: Transformer-XL"},
+    {"q": 2, "k": 9, "n": 1, "says": "a memory longer than segment and compressed rows"},
 )

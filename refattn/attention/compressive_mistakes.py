@@ -87,7 +87,7 @@ class Compressive:
         found["w_q"] = _total("...qm,...hqd->...mhd", self.source, inner["q"])
         found["w_k"] = _total("...km,...hkd->...mhd", rows, inner["k"])
         found["w_v"] = _total("...km,...hke->...mhe", rows, inner["v"])
-        found.update({n: inner[n] for n in ("r", "u", "w", "bias") if n in inner})
+        found.update({n: inner[n] for n in ("r", "u", "w", "bias", "scale") if n in inner})
         d_context = np.einsum("...hkd,mhd->...km", inner["k"], a["w_k"])
         d_context = d_context + np.einsum("...hke,mhe->...km", inner["v"], a["w_v"])
         d_source = np.einsum("...hqd,mhd->...qm", inner["q"], a["w_q"])

@@ -32,6 +32,8 @@ def differ(right: Any, wrong: Any) -> bool:
 class Relative:
     """Transformer-XL attention on float64 arrays; ``r`` may be None."""
 
+    scaled_positions = True
+
     def __init__(self, arguments: Arguments) -> None:
         a = self.a = arguments
         self.lead = np.broadcast_shapes(*(np.shape(a[n])[:-3] for n in ("q", "k", "v", "r") if a.get(n) is not None))
@@ -77,9 +79,6 @@ class Relative:
         """How far key j lies behind query i, in keys."""
         return np.arange(self.n_q)[:, None] + (self.n_k - self.n_q) - np.arange(self.n_k)[None, :]
 
-    def position_scale(self) -> float:
-        return self.scale
-
     def order(self) -> np.ndarray:
         """Order in which keys and values are read."""
         return np.arange(self.n_k)
@@ -91,14 +90,16 @@ class Relative:
         order = self.order()
         self.keys, self.values = self.k[..., order, :], self.v[..., order, :]
         self.q_content, self.q_position = (self.q + getattr(self, n)[:, None, :] for n in (content, position))
-        logits = self.scale * self.q_content @ np.swapaxes(self.keys, -1, -2)
+        content_logits = self.q_content @ np.swapaxes(self.keys, -1, -2)
         table = self.scalars[:, None, :] + np.zeros((*self.lead, self.h, self.n_q, self.n_p))
         if self.r is not None:
             table = table + self.q_position @ np.swapaxes(self.r, -1, -2)
         self.place = self.line()
         flat = np.concatenate([table.reshape(*self.lead, self.h, -1), np.zeros((*self.lead, self.h, 1))], axis=-1)
-        self.position_logits = self.position_scale() * flat[..., self.place]
-        logits = logits + self.position_logits
+        position_logits = flat[..., self.place]
+        self.position_logits = (self.scale if self.scaled_positions else 1.0) * position_logits
+        self.unscaled = content_logits + (position_logits if self.scaled_positions else 0.0)
+        logits = self.scale * content_logits + self.position_logits
         bias, mask = self.a.get("bias"), self.a.get("mask")
         seen = np.ones((self.n_q, self.n_k), bool)
         if self.causal:
@@ -134,7 +135,7 @@ class Relative:
         d_k[..., order, :] = scale * np.swapaxes(d_s, -1, -2) @ self.q_content
         d_v[..., order, :] = np.swapaxes(self.weights, -1, -2) @ d_output
         d_content = scale * d_s @ self.keys
-        d_table = self.to_rows(self.position_scale() * d_s)
+        d_table = self.to_rows((self.scale if self.scaled_positions else 1.0) * d_s)
         content, position = self.biases()
         found = {"k": d_k, "v": d_v, content: d_content, "position_bias": d_table.sum(-2)}
         found["q"] = d_content
@@ -148,6 +149,8 @@ class Relative:
                 found[name] = found[name].sum(-2)
         if self.a.get("bias") is not None:
             found["bias"] = d_s
+        if self.a.get("scale") is not None:
+            found["scale"] = (d_s * self.unscaled).sum()
         given = {n: np.shape(x) for n, x in self.a.items() if n in found and x is not None}
         return {n: _summed(found[n], shape) for n, shape in given.items()}
 
@@ -257,8 +260,7 @@ class _OneBias(Relative):
 
 
 class _PositionUnscaled(Relative):
-    def position_scale(self) -> float:
-        return 1.0
+    scaled_positions = False
 
 
 class _MemoryLast(Relative):

@@ -208,7 +208,7 @@ def truth_of(question: Question) -> Truth:
     if conventions_.gradients_open(result, exact, follow):
         left_open |= {n: np.ones(x.shape, dtype=bool) for n, x in values.items() if n.startswith("d_")}
 
-    runs = list(_orders(question, exact))
+    runs = list(_orders(question, exact, values))
     unit, accumulate = precision.unit_roundoff(question.precision), _accumulation(question.precision)
     bounds, worst, kinds = {}, {}, {}
     for name, x in values.items():
@@ -233,7 +233,9 @@ def _nan_is_due(mechanism: Mechanism, exact: Mapping[str, Any]) -> bool:
 # ---------------------------------------------------------------------- spread over legal evaluation orders
 
 
-def _orders(question: Question, exact: dict[str, Any]) -> Iterator[dict[str, np.ndarray]]:
+def _orders(
+    question: Question, exact: dict[str, Any], values: dict[str, np.ndarray]
+) -> Iterator[dict[str, np.ndarray]]:
     """The mechanism in the candidate's precision, in several legal orders; results rounded to the storage dtype."""
     name = question.precision
     compute = np.dtype(np.float32) if arrays.is_half(name) else storage_dtype(name)
@@ -242,9 +244,10 @@ def _orders(question: Question, exact: dict[str, Any]) -> Iterator[dict[str, np.
     algorithms = ("whole", "tiled") if "algorithm" in question.mechanism._wants else ("auto",)
     for algorithm in algorithms:
         yield _stored(question.answer(cast, cotangents=cotangents, algorithm=algorithm), name)
-    reordered = _reordered(question, cast, cotangents)
-    if reordered is not None:
-        yield _stored(reordered, name)
+    for alone in (True, False):
+        if _is_legal(_reordered(question, exact, question.cotangents64, alone), values):
+            yield _stored(_reordered(question, cast, cotangents, alone) or {}, name)
+            break
     if arrays.is_half(name):
         xp = _RoundedOperands(name, _channels(cast))
         inside = {n: _inside(xp, n, x) for n, x in cast.items()}
@@ -273,12 +276,16 @@ def _stored(values: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
         return {n: x if n == "lse" or x.ndim == 0 else x.astype(kind) for n, x in values.items()}
 
 
-def _reordered(question: Question, cast: dict[str, Any], cotangents: Any) -> dict[str, np.ndarray] | None:
-    """Channels of q and k in reverse order and the scale folded into q."""
+def _reordered(question: Question, cast: dict[str, Any], cotangents: Any, alone: bool) -> dict[str, np.ndarray] | None:
+    """Channels in reverse order: of q and k ``alone``, with the scale folded into q, or of every array that has them."""
     mechanism = question.mechanism
     if not {"q", "k", "v"} <= set(mechanism._positional) or not {"scale", "keep_weights"} <= set(mechanism._options):
         return None
     q, k = cast["q"], cast["k"]
+    if not alone:
+        turned = [n for n, x in cast.items() if n != "v" and _floating(x) and x.shape[-1:] == q.shape[-1:]]
+        values = question.answer(cast | {n: cast[n][..., ::-1] for n in turned}, cotangents=cotangents)
+        return values | {f"d_{n}": values[f"d_{n}"][..., ::-1] for n in turned if f"d_{n}" in values}
     scale = q.dtype.type(q.shape[-1] ** -0.5 if cast.get("scale") is None else cast["scale"])
     folded = {**cast, "q": (q * scale)[..., ::-1], "k": k[..., ::-1], "scale": 1.0}
     values = question.answer(folded, cotangents=cotangents)
@@ -288,6 +295,20 @@ def _reordered(question: Question, cast: dict[str, Any], cotangents: Any) -> dic
     if "d_k" in values:
         values["d_k"] = values["d_k"][..., ::-1]
     return values
+
+
+def _is_legal(reordered: dict[str, np.ndarray] | None, values: dict[str, np.ndarray]) -> bool:
+    """Whether a reordering is the same function: not where other arrays carry the channels or the scale too."""
+    if reordered is None:
+        return False
+    for name, x in reordered.items():
+        right = values[name]
+        finite = np.isfinite(right)
+        size = np.max(np.abs(right[finite]), initial=0.0)
+        with np.errstate(invalid="ignore"):
+            if np.any(np.abs(x - right)[finite] > 1e-6 * size + _TINY):
+                return False
+    return True
 
 
 class _RoundedOperands(precision.Instrumented):

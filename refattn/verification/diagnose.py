@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from refattn.mechanism import Mechanism
+from refattn.precision import unit_roundoff
 from refattn.records import Mutation
 from refattn.verification import conventions as conventions_
 from refattn.verification.compare import THRESHOLDS, Judgement, Truth, counted, passes, ratio, statistics
@@ -148,7 +149,7 @@ def _attempt(hypothesis: Hypothesis, case: Case, exact: bool) -> _Score:
         except (ValueError, TypeError, ArithmeticError, LookupError):
             continue  # not made for these arguments
         for name in names:
-            if predicted is not None and np.shape(predicted.get(name)) == case.got[name].shape:
+            if predicted is not None and name in predicted and np.shape(predicted[name]) == case.got[name].shape:
                 _weigh(score, case, name, np.asarray(predicted[name], dtype=np.float64))
     return score
 
@@ -157,7 +158,7 @@ def _weigh(score: _Score, case: Case, name: str, wrong: np.ndarray) -> None:
     truth = case.truth
     right, bound = truth.values[name], truth.bounds[name]
     largest, median = THRESHOLDS[truth.question.precision][truth.kinds[name]]
-    wide = _around(wrong, right, bound)
+    wide = _around(wrong, right, bound, unit_roundoff(truth.question.precision))
     other = not passes(*statistics(_units(case, name, wrong, right, wide), counted(right)), (largest, median))
     found = statistics(_units(case, name, case.got[name], wrong, wide), counted(wrong))
     score.differs |= other
@@ -173,12 +174,17 @@ def _units(case: Case, name: str, got: np.ndarray, wanted: np.ndarray, bound: np
     return np.where(case.truth.open.get(name, np.zeros((), dtype=bool)), 0.0, units)
 
 
-def _around(wrong: np.ndarray, right: np.ndarray, bound: np.ndarray) -> np.ndarray:
-    """Bound for a wrong value: that of the right one, its mean over the array, and the same relative error."""
+def _around(wrong: np.ndarray, right: np.ndarray, bound: np.ndarray, unit: float) -> np.ndarray:
+    """Bound for a wrong value: that of the right one, its mean over the array, and the same relative error.
+
+    Where the right one is zero throughout (a gradient that is to stop), one unit of the wrong one's mean size.
+    """
     size = np.where(np.isfinite(right), np.abs(right), 0.0)
     relative = np.median(bound[size > 0] / size[size > 0]) if (size > 0).any() else 0.0
     level = np.where(np.isfinite(wrong), np.abs(wrong), 0.0)
     typical = np.sqrt(np.mean(np.square(bound))) if bound.size else 0.0
+    if not (size > 0).any() and level.size:
+        typical = typical + unit * np.sqrt(np.mean(np.square(level)))
     return np.sqrt(np.square(bound) + np.square(typical) + np.square(relative * level))
 
 
