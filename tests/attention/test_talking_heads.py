@@ -7,6 +7,7 @@ from support import assert_adjoint, assert_close, assert_gradients, cases, rando
 
 import refattn as ra
 from refattn import patterns
+from refattn.attention.talking_heads_mistakes import Talking
 
 attention = ra.talking_heads_attention
 B, X, H, Y, Q, K, D, E = 2, 2, 3, 4, 3, 5, 3, 2
@@ -353,3 +354,73 @@ def test_bad_input(name):
     change, kind, message = BAD[name]
     with pytest.raises(kind, match=message):
         attention.forward(**{**base(), **change})
+
+
+# ---------------------------------------------------------------------- mistakes
+
+hidden = {"mask": rng(3).random((B, 1, Q, K)) < 0.6}
+SQUARE = {"x": H, "y": H, "dynamic": True}
+leaking = base(4, **SQUARE, mask=np.arange(K) != 2)
+leaking["v"][:, :, 2] = np.nan
+SEEING = [
+    base(1, **SQUARE, **hidden, bias=rng(2).standard_normal((H, Q, K))),
+    made("dropout", 2),
+    base(2, x=H, y=H, dropout_mask=rng(5).random((B, H, Q, K)) < 0.7, dropout_rate=0.3),
+    base(3, x=H, y=H),
+    leaking,
+]
+OWN = {"masked_value_leak", "no_scale", "scale_twice", "scale_inv", "scale_dmodel", "scale_value", "scale_grad"}
+OWN |= {m.class_ for m in attention.mutations if m.class_.startswith("th_")}
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "dynamic", "mask", "bias_hides", "lengths", "softcap_after", "alibi", "dropout", "together"]
+)
+def test_the_base_of_the_mistakes_is_right(name):
+    arguments = made(name, 1)
+    call = Talking(arguments)
+    result, pullback = attention.vjp(**arguments)
+    cotangents = random_cotangents(attention, result, rng(2))
+    with np.errstate(all="ignore"):
+        assert_close(call.forward().output, result.output, 60 * EPS)
+        found = call.backward(cotangents)
+    for n, g in pullback(**cotangents).items():
+        assert_close(found[n], g, 300 * EPS)
+
+
+@pytest.mark.parametrize("class_", sorted(OWN))
+def test_every_mistake_shows(class_):
+    for mutation in (m for m in attention.mutations if m.class_ == class_):
+        seen = False
+        for arguments in SEEING:
+            result, pullback = attention.vjp(**arguments)
+            cotangents = random_cotangents(attention, result, rng(5))
+            right = pullback(**cotangents)
+            wrong = mutation.forward(arguments) if mutation.forward else None
+            if wrong is not None:
+                seen = True
+                assert not np.allclose(wrong.output, result.output, rtol=0, atol=1e-6) or not np.allclose(
+                    wrong.lse, result.lse
+                )
+            gradients = mutation.gradients(arguments, cotangents) if mutation.gradients else None
+            if gradients is not None:
+                seen = True
+                assert any(not np.allclose(g, right[n], rtol=0, atol=1e-6) for n, g in gradients.items())
+        assert seen, mutation.says
+
+
+def test_dense_mistakes_happen_between_the_projections():
+    arguments = {**base(5), "causal": True, "align": "lower_right", "bias": rng(1).standard_normal((H, 1, K))}
+    by_class = {}
+    for m in attention.mutations:
+        by_class.setdefault(m.class_, m)
+    dropped = by_class["causal_drop"].forward(arguments)
+    assert_close(dropped.output, attention(**{**arguments, "causal": False}), 60 * EPS)
+    result, pullback = attention.vjp(**arguments)
+    cotangents = random_cotangents(attention, result, rng(2))
+    right, wrong = pullback(**cotangents), by_class["bias_grad"].gradients(arguments, cotangents)
+    for n, g in wrong.items():
+        if n == "bias":
+            assert np.max(np.abs(g - right[n])) > 1e-3
+        else:
+            assert_close(g, right[n], 300 * EPS)
