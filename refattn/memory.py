@@ -497,9 +497,10 @@ def stream(
     ----------
     segments : iterable of arrays (..., q, m)
         In order; any lengths.
-    layers : sequence of (function, arguments)
-        Such as ``(ra.layers.compressive_layer, {"w_q": ..., ...})``.  A function is given the memories it has arguments
-        for: ``memory``, ``compressed``; one without, such as ``feed_forward``, works on x alone.
+    layers : sequence of (function, arguments), or of bound functions
+        Such as ``(ra.layers.compressive_layer, {"w_q": ..., ...})`` or what ``ra.layers.bind`` and ``ra.layers.chain``
+        make.  A function is given the memories it has arguments for: ``memory``, ``compressed``; one without, such as
+        ``feed_forward``, works on x alone.
     memory_length, compressed_length : int
         Rows of the memories of every layer.
     rate : int
@@ -537,13 +538,21 @@ def stream(
     if state is not None and len(state) != len(layers):
         raise ValueError(f"memories has {len(state)} entries: expected one for each of {len(layers)} layers")
     return _walk(
-        segments, list(layers), memory_length, compressed_length, rate, compressions, evict, initial == "zeros", state
+        segments,
+        [_parts(layer) for layer in layers],
+        memory_length,
+        compressed_length,
+        rate,
+        compressions,
+        evict,
+        initial == "zeros",
+        state,
     )
 
 
 def _walk(
     segments: Iterable[Any],
-    layers: list[Any],
+    layers: list[tuple[Any, Any]],
     memory_length: int,
     compressed_length: int,
     rate: int | None,
@@ -557,11 +566,10 @@ def _walk(
         for n, (layer, arguments) in enumerate(layers):
             memory, compressed = state[n] if state is not None else _initial(x, memory_length, compressed_length, zeros)
             own = {"memory": memory, "compressed": compressed}
-            result, pull = layer.vjp(
-                x, **{name: a for name, a in own.items() if name in layer.differentiable}, **arguments
-            )
+            takes = getattr(layer, "differentiable", ())
+            result, pull = layer.vjp(x, **{name: a for name, a in own.items() if name in takes}, **arguments)
             pulls.append(pull)
-            if compressed_length and "compressed" in layer.differentiable:
+            if compressed_length and "compressed" in takes:
                 new = update_compressed_memory.forward(
                     memory, compressed, x, rate=rate, memory_length=memory_length, evict=evict,
                     compressed_length=compressed_length, compress=compressions[n] or _mean_of(rate),
@@ -575,6 +583,13 @@ def _walk(
             x = result.output
         state = after
         yield Step(x, tuple(after), tuple(gone), _pullback(pulls))
+
+
+def _parts(layer: Any) -> tuple[Any, Any]:
+    """Function and arguments of one layer."""
+    if isinstance(layer, (tuple, list)):
+        return layer[0], layer[1]
+    return (layer.function, layer.arguments) if hasattr(layer, "function") else (layer, {})
 
 
 def _initial(x: Any, memory_length: int, compressed_length: int, zeros: bool) -> tuple[Any, Any]:

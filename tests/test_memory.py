@@ -505,6 +505,16 @@ def test_layers_without_memory_and_gradients_of_a_stack():
     assert_close(np.sum(gradients["layers[1].w_1"] * u), slope, 1e-7)  # central difference: 1e-12 + rounding / 1e-6
 
 
+def test_bound_layers_are_the_same():
+    x, own = normal(3, 6), weights()
+    mlp = layers.bind(layers.feed_forward, w_1=normal(6, 8), b_1=None, w_2=normal(8, 6), b_2=None)
+    block = layers.chain(layers.bind(layers.residual, f=mlp), layers.bind(layers.layer_norm, weight=np.ones(6)))
+    (step,) = memory.stream([x], [layers.bind(layers.transformer_xl_layer, **own), block], memory_length=3)
+    y = layers.transformer_xl_layer(x, **own)
+    assert_close(step.output, layers.layer_norm(y + mlp.forward(y).output, np.ones(6)), 20 * EPS)
+    assert "layers[1].0.f.w_1" in step.pullback(step.output)
+
+
 def test_tied_biases_add_their_gradients():
     x, u = normal(3, 6), normal(2, 4)
     stack = [(layers.transformer_xl_layer, {**weights(seed=n), "u": u}) for n in range(2)]
