@@ -126,8 +126,8 @@ class View:
         self.visible = seen if self.visible is None else self.xp.logical_and(self.visible, seen)
 
     def seen(self, x: Any) -> Any:
-        """x where visible, 0 elsewhere."""
-        return x if self.visible is None else self.xp.where(self.visible, x, self.xp.zeros_like(x))
+        """x where visible, 0 elsewhere; may overwrite x."""
+        return x if self.visible is None else self.backend.select_into(x, self.visible)
 
     def dropout(self) -> Any:
         """Factors of the weights: 0 where dropped, 1 / (1 - rate) where kept; None without dropout."""
@@ -401,7 +401,7 @@ def _online(problem: AttentionProblem, view: View, s: Any, v: Any, state: Any) -
     """One step of the online softmax: (maximum, sum, weighted values) with the block's keys added."""
     xp, backend = view.xp, view.backend
     if view.visible is not None:
-        s = xp.where(view.visible, s, xp.full_like(s, -math.inf))
+        s = backend.select_into(s, view.visible, -math.inf)
     maximum, shift = row_maximum(s)
     if state is not None:
         before, total, weighted = state
