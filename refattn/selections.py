@@ -8,6 +8,8 @@ Windows are n overlapping runs of an array that is in a block's order already.
 import math
 from typing import Any
 
+import numpy as np
+
 from refattn.arrays import namespace, to_namespace
 
 __all__ = ["Index", "Lattice", "Span", "Windows", "take_order", "take_pairs"]
@@ -253,6 +255,10 @@ class Windows:
 
     def take(self, x: Any) -> Any:
         xp = namespace(x)
+        if xp is np and self.reach > 1 and self.stop > self.start:  # a view: products need no copy of what overlaps
+            rows = x[..., self.start * self.size : (self.stop - 1 + self.reach) * self.size, :]
+            windows = np.lib.stride_tricks.sliding_window_view(rows, self.reach * self.size, axis=-2)
+            return np.swapaxes(windows[..., :: self.size, :, :], -1, -2)
         shape = (*x.shape[:-2], self.stop - self.start, self.size, x.shape[-1])
         parts = [xp.reshape(x[..., self._rows(ahead), :], shape) for ahead in range(self.reach)]
         return parts[0] if self.reach == 1 else xp.concat(parts, axis=-2)
@@ -299,7 +305,8 @@ def _take_rows(x: Any, index: Any) -> Any:
         x = xp.broadcast_to(x, (*full, length, d))
     rows = math.prod(full)
     flat = xp.reshape(xp.broadcast_to(index, (*full, n, a)), (rows, n * a))
-    flat = flat + xp.expand_dims(xp.arange(rows, dtype=flat.dtype), axis=1) * length
+    if rows > 1:
+        flat = flat + xp.expand_dims(xp.arange(rows, dtype=flat.dtype), axis=1) * length
     return xp.reshape(xp.take(xp.reshape(x, (rows * length, d)), xp.reshape(flat, (-1,)), axis=0), (*full, n, a, d))
 
 

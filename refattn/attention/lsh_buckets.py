@@ -212,8 +212,10 @@ class Units:
                 part = take_order(x, rank + begin)
             else:
                 inside = xp.logical_and(rank >= first, rank < last)
-                part = take_order(x, xp.where(inside, rank - first + begin, xp.zeros_like(rank)))
-                part = xp.where(inside[..., None], part, xp.zeros_like(part))
+                n = last - first
+                none = xp.zeros((*x.shape[:-2], 1, x.shape[-1]), dtype=x.dtype, **self.like)
+                rows = xp.concat([x[..., begin : begin + n, :], none], axis=-2)
+                part = take_order(rows, xp.where(inside, rank - first, xp.full_like(rank, n)))
             total = part if total is None else total + part
         return total
 
