@@ -340,6 +340,8 @@ class Adapter:
                 with clock:
                     return self._fields(values)
 
+            if self._library:  # compiled as a whole, JAX takes a second for what takes ten operation by operation
+                function = self.framework.compiled(function)
             gradients: dict[str, Any] = {}
             applied: tuple[str, ...] = ()
             remark = ""
