@@ -5,6 +5,7 @@ from refattn.attention.linear import linear_attention
 from refattn.attention.local import local_attention
 from refattn.attention.lsh import lsh_attention
 from refattn.attention.multi_head import multi_head_attention
+from refattn.attention.routing import routing_attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 from refattn.attention.sparse_transformer import sparse_transformer_attention
 from refattn.attention.talking_heads import talking_heads_attention
@@ -17,6 +18,7 @@ __all__ = [
     "local_attention",
     "lsh_attention",
     "multi_head_attention",
+    "routing_attention",
     "scaled_dot_product_attention",
     "sparse_transformer_attention",
     "talking_heads_attention",

@@ -1,0 +1,331 @@
+"""Routing attention: the softmax inside all clusters, forward and backward, in runs of clusters."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from refattn import attend
+from refattn.arrays import real
+from refattn.contraction import einsum
+from refattn.normalization import row_maximum
+from refattn.scores import places_to_rows, rows_to_places
+
+__all__ = ["Clusters"]
+
+
+class Clusters:
+    """Softmax attention of all clusters: units (batch, head, cluster) of one width, taken in runs of about 2^18 pairs."""
+
+    def __init__(
+        self,
+        *,
+        backend: Any,
+        problem: Any,
+        members: tuple[Any, Any],
+        masks: tuple[Any, Any],
+        alike: bool,
+        causal: str | None,
+        self_attention: str,
+        memory: tuple[Any, Any] | None,
+        relative: tuple[Any, Any],
+        algorithm: str,
+    ) -> None:
+        xp = backend.xp
+        self.backend, self.scale = backend, problem.scale
+        self.visibility, self.dropout = problem.visibility, problem.dropout
+        self.causal, self.self_attention, self.memory = causal, self_attention, memory
+        self.relative_keys, self.relative_values = relative
+        self.algorithm = algorithm
+        b, self.h, self.c, self.n_q = members[0].shape
+        self.n_k = members[1].shape[-1]
+        self.units = b * self.h * self.c
+        self.batch, self.lengths = b, (problem.q.shape[-2], problem.k.shape[-2])
+        self.sources = tuple(  # (b h t, channels)
+            xp.reshape(x, (b * self.h * t, x.shape[-1]))
+            for x, t in ((problem.q, self.lengths[0]), (problem.k, self.lengths[1]), (problem.v, self.lengths[1]))
+        )
+        self.positions, self.rows, self.dead = zip(
+            *(self._index(x, keep, t) for x, keep, t in zip(members, masks, self.lengths, strict=True)), strict=True
+        )
+        # Members of queries that are those of the keys, in rising order: their ranks compare as their positions do.
+        self.ranked = alike and self.dead == (None, None)
+
+    def _index(self, members: Any, keep: Any, t: int) -> tuple[Any, Any, Any]:
+        """Positions (units, w), rows of the flat arrays, and the slots without a token (None if there are none)."""
+        xp = self.backend.xp
+        width = members.shape[-1]
+        dead = members < 0
+        place = xp.where(dead, xp.zeros_like(members), members)
+        if keep is not None and t:
+            entry = xp.arange(self.batch)[:, None, None, None] * t + place
+            real_ones = xp.take(xp.reshape(keep, (-1,)), xp.reshape(entry, (-1,)))
+            dead = xp.logical_or(dead, xp.logical_not(xp.reshape(real_ones, members.shape)))
+        heads = xp.reshape(xp.arange(self.batch * self.h), (self.batch, self.h, 1, 1))
+        shape = (self.units, width)
+        rows = xp.reshape(place + heads * t, shape)
+        return xp.reshape(place, shape), rows, xp.reshape(dead, shape) if bool(xp.any(dead)) else None
+
+    # ------------------------------------------------------------ runs of units
+
+    def _runs(self) -> list[tuple[int, int]]:
+        pairs = max(1, self.n_q * self._columns())
+        step = {"whole": self.units, "tiled": 1}.get(self.algorithm, max(1, attend.SMALL // pairs))
+        return [(u, min(u + step, self.units)) for u in range(0, self.units, max(1, step))]
+
+    def _row_runs(self, units: int) -> list[tuple[int, int]]:
+        step = max(16, attend.SMALL // max(1, units * self._columns()))
+        step = {"whole": self.n_q, "tiled": -(-self.n_q // 3)}.get(self.algorithm, step)
+        return [(i, min(i + step, self.n_q)) for i in range(0, self.n_q, max(1, step))]
+
+    def _columns(self) -> int:
+        return self.n_k + (0 if self.memory is None else self.memory[0].shape[-2])
+
+    def _work(self) -> int:
+        return 2 * self.units * self.n_q * self._columns()
+
+    def _take(self, flat: Any, side: int, units: tuple[int, int], rows: slice = slice(None)) -> Any:
+        """Rows (a, w, channels) of a run of units; zeros where there is no token."""
+        xp = self.backend.xp
+        index = self.rows[side][units[0] : units[1], rows]
+        found = xp.reshape(xp.take(flat, xp.reshape(index, (-1,)), axis=0), (*index.shape, flat.shape[-1]))
+        if self.dead[side] is None:
+            return found
+        dead = self.dead[side][units[0] : units[1], rows, None]
+        return xp.where(dead, xp.zeros_like(found), found)
+
+    def _keys(self, units: tuple[int, int]) -> tuple[Any, Any]:
+        """Keys and values of a run of units, those of the memory last."""
+        xp = self.backend.xp
+        found = [self._take(self.sources[n], 1, units) for n in (1, 2)]
+        if self.memory is not None:
+            own = xp.arange(*units) % (self.h * self.c)
+            found = [xp.concat([x, xp.take(m, own, axis=0)], axis=-2) for x, m in zip(found, self.memory, strict=True)]
+        return found[0], found[1]
+
+    def _numbers(self, units: tuple[int, int]) -> tuple[Any, Any]:
+        """Batch entry and head of each unit, (a, 1, 1)."""
+        heads = self.backend.xp.arange(*units)[:, None, None] // self.c
+        return heads // self.h, heads % self.h
+
+    def _visible(self, units: tuple[int, int], rows: slice) -> Any:
+        """Who sees whom, bool broadcasting to (a, rows, columns); None where all do."""
+        xp = self.backend.xp
+        place = xp.arange(self.n_q)[None, rows, None], xp.arange(self.n_k)[None, None, :]
+        own = self.positions[0][units[0] : units[1], rows, None], self.positions[1][units[0] : units[1], None, :]
+        compared = place if self.ranked else own
+        parts = []
+        if self.causal is not None:
+            i, j = place if self.causal == "rank" else compared
+            parts.append(i >= j)
+        if self.dead[1] is not None:
+            parts.append(xp.logical_not(self.dead[1][units[0] : units[1], None, :]))
+        if self.visibility is not None:
+            b, h = self._numbers(units)
+            parts.append(self.visibility.visible(*own, q=self.lengths[0], k=self.lengths[1], b=b, h=h))
+        seen = None
+        for x in parts:
+            seen = x if seen is None else xp.logical_and(seen, x)
+        memory = self._columns() - self.n_k
+        if self.self_attention != "always":
+            itself = compared[0] == compared[1]
+            others = xp.logical_not(itself) if seen is None else xp.logical_and(seen, xp.logical_not(itself))
+            if self.self_attention == "last_resort" and not memory:
+                itself = itself if seen is None else xp.logical_and(itself, seen)
+                others = xp.logical_or(others, xp.logical_and(itself, ~xp.any(others, axis=-1, keepdims=True)))
+            seen = others
+        if seen is None or not memory:
+            return seen
+        seen = xp.broadcast_to(seen, (*seen.shape[:-1], self.n_k))
+        return xp.concat([seen, xp.ones((*seen.shape[:-1], memory), dtype=xp.bool)], axis=-1)
+
+    def _factors(self, units: tuple[int, int], rows: slice) -> Any:
+        """Dropout factors (a, rows, columns); None without dropout."""
+        if self.dropout is None:
+            return None
+        xp = self.backend.xp
+        mask, factor = self.dropout
+        b, h = self._numbers(units)
+        i, j = self.positions[0][units[0] : units[1], rows, None], self.positions[1][units[0] : units[1], None, :]
+        flat = 0
+        for x, size in ((b, mask.shape[0]), (h, mask.shape[1]), (i, mask.shape[3]), (j, mask.shape[4])):
+            flat = flat * size + (x if size > 1 else xp.zeros_like(x))
+        kept = xp.reshape(xp.take(xp.reshape(mask, (-1,)), xp.reshape(flat, (-1,))), flat.shape)
+        memory = self._columns() - self.n_k
+        if memory:  # memory is never dropped
+            kept = xp.concat([kept, xp.ones((*kept.shape[:-1], memory), dtype=xp.bool)], axis=-1)
+        return xp.astype(kept, self.sources[0].dtype) * factor
+
+    # ------------------------------------------------------------ relative tables, by rank
+
+    def _ranks(self, rows: tuple[int, int], table: Any) -> Any:
+        """Rows of a table for the differences of rank - (i1 - 1) ... w - 1 - i0 that a run of queries meets."""
+        xp = self.backend.xp
+        n = table.shape[0] // 2
+        gap = np.clip(np.arange(1 - rows[1], self.n_k - rows[0]), -n, n) + n
+        return xp.asarray(gap)
+
+    def _by_rank(self, x: Any) -> Any:
+        """(a, rows, w [+ memory]) -> (a, rows, differences of rank)."""
+        return places_to_rows(x[..., : self.n_k])
+
+    def _with_memory(self, x: Any) -> Any:
+        """(a, rows, w) with zeros for the memory's columns."""
+        xp = self.backend.xp
+        memory = self._columns() - self.n_k
+        return xp.concat([x, xp.zeros((*x.shape[:-1], memory), dtype=x.dtype)], axis=-1) if memory else x
+
+    # ------------------------------------------------------------ forward
+
+    def _weights(self, q: Any, k: Any, rows: tuple[int, int], seen: Any, lse: Any = None) -> tuple[Any, Any]:
+        """Weights (a, rows, columns) and lse (a, rows), which may be given."""
+        xp, backend = self.backend.xp, self.backend
+        logits = backend.matmul(q * self.scale, xp.matrix_transpose(k))
+        if self.relative_keys is not None:
+            table = xp.take(self.relative_keys, self._ranks(rows, self.relative_keys), axis=0)
+            by_rank = backend.matmul(q * self.scale, xp.matrix_transpose(table))
+            logits = logits + self._with_memory(rows_to_places(by_rank))
+        if seen is not None:
+            logits = xp.where(seen, logits, xp.full_like(logits, -math.inf))
+        if lse is not None:
+            return backend.exp_into(logits - xp.where(real(lse) == -math.inf, xp.zeros_like(lse), lse)[..., None]), lse
+        maximum, shift = row_maximum(logits)
+        weights = backend.exp_into(logits - shift[..., None])
+        total = xp.sum(weights, axis=-1)
+        empty = maximum == -math.inf
+        safe = xp.where(empty, xp.ones_like(total), total)
+        weights = weights / safe[..., None]
+        return weights, xp.where(empty, xp.full_like(total, -math.inf), xp.log(safe) + shift)
+
+    def forward(self) -> tuple[Any, Any]:
+        """Output (units, w, e) and lse (units, w) of every place in every cluster."""
+        xp, backend = self.backend.xp, self.backend
+        v = self.sources[2]
+        part = xp.zeros((self.units, self.n_q, v.shape[-1]), dtype=v.dtype)
+        lse = xp.zeros((self.units, self.n_q), dtype=v.dtype)
+
+        def run(units: tuple[int, int]) -> list[tuple[Any, Any]]:
+            with backend.quiet():
+                k, v = self._keys(units)
+                return [self._forward_rows(units, rows, k, v) for rows in self._row_runs(units[1] - units[0])]
+
+        runs = self._runs()
+        for units, found in zip(runs, backend.map(run, runs, work=self._work()), strict=True):
+            for rows, (o, z) in zip(self._row_runs(units[1] - units[0]), found, strict=True):
+                part = backend.assign(part, (slice(*units), slice(*rows), ...), o)
+                lse = backend.assign(lse, (slice(*units), slice(*rows)), z)
+        return part, lse
+
+    def _forward_rows(self, units: tuple[int, int], rows: tuple[int, int], k: Any, v: Any) -> tuple[Any, Any]:
+        xp, backend, at = self.backend.xp, self.backend, slice(*rows)
+        seen = self._visible(units, at)
+        weights, lse = self._weights(self._take(self.sources[0], 0, units, at), k, rows, seen)
+        factors = self._factors(units, at)
+        weights = weights if factors is None else weights * factors
+        o = attend.product(backend, weights, v, seen)
+        if self.relative_values is not None:
+            table = xp.take(self.relative_values, self._ranks(rows, self.relative_values), axis=0)
+            o = o + backend.matmul(self._by_rank(weights), table)
+        if self.dead[0] is not None:
+            o = xp.where(self.dead[0][units[0] : units[1], at, None], xp.zeros_like(o), o)
+        return o, lse
+
+    def to_tokens(self, x: Any, side: int) -> Any:
+        """Rows of members (units, w, channels) added up by token: (b, h, t, channels)."""
+        xp = self.backend.xp
+        t = self.lengths[side]
+        heads, width = self.batch * self.h, x.shape[1]
+        values = xp.reshape(x, (heads, self.c * width, x.shape[-1]))
+        index = xp.reshape(self.positions[side], (heads, self.c * width))
+        if not t or not heads:
+            return xp.zeros((self.batch, self.h, t, x.shape[-1]), dtype=x.dtype)
+        added = self.backend.segment_add(values, index, t)
+        return xp.reshape(added, (self.batch, self.h, t, x.shape[-1]))
+
+    def shares(self, eps: float, keep: Any) -> Any:
+        """1 / (number of clusters with the token + eps), (b, h, t, 1); 0 for masked tokens and those in no cluster."""
+        xp = self.backend.xp
+        dtype = real(self.sources[2]).dtype
+        ones = xp.ones((self.units, self.n_q, 1), dtype=dtype)
+        if self.dead[0] is not None:
+            ones = xp.where(self.dead[0][..., None], xp.zeros_like(ones), ones)
+        count = self.to_tokens(ones, 0)
+        share = 1.0 / xp.where(count > 0, count + eps, xp.ones_like(count))
+        alive = count > 0 if keep is None else xp.logical_and(count > 0, keep[..., None])
+        return xp.where(alive, share, xp.zeros_like(share))
+
+    # ------------------------------------------------------------ backward
+
+    def backward(self, part: Any, lse: Any, d_output: Any) -> dict[str, Any]:
+        """Cotangents by name; q, k and v as (b, h, t, channels), k and q as they meet in the logits."""
+        xp, backend = self.backend.xp, self.backend
+        d_flat = xp.reshape(d_output, (-1, d_output.shape[-1]))
+        zeros = {"dtype": part.dtype}
+        d, _, e = (x.shape[-1] for x in self.sources)
+        d_q = xp.zeros((self.units, self.n_q, d), **zeros)
+        d_k = xp.zeros((self.units, self._columns(), d), **zeros)
+        d_v = xp.zeros((self.units, self._columns(), e), **zeros)
+        sums = {"scale": xp.zeros((), **zeros)}
+        for name, table in (("relative_keys", self.relative_keys), ("relative_values", self.relative_values)):
+            if table is not None:
+                sums[name] = xp.zeros_like(table)
+
+        def run(units: tuple[int, int]) -> tuple[Any, ...]:
+            with backend.quiet():
+                k, v = self._keys(units)
+                rows_k, rows_v = xp.zeros_like(k), xp.zeros_like(v)
+                found = []
+                for rows in self._row_runs(units[1] - units[0]):
+                    d_rows, own_k, own_v, own = self._backward_rows(units, rows, k, v, part, lse, d_flat)
+                    rows_k, rows_v = rows_k + own_k, rows_v + own_v
+                    found.append((d_rows, own))
+                return found, rows_k, rows_v
+
+        runs = self._runs()
+        for units, (found, own_k, own_v) in zip(runs, backend.map(run, runs, work=2 * self._work()), strict=True):
+            d_k = backend.assign(d_k, (slice(*units), ...), own_k)
+            d_v = backend.assign(d_v, (slice(*units), ...), own_v)
+            for rows, (d_rows, own) in zip(self._row_runs(units[1] - units[0]), found, strict=True):
+                d_q = backend.assign(d_q, (slice(*units), slice(*rows), ...), d_rows)
+                sums = {n: x + own[n] for n, x in sums.items()}
+        if self.memory is not None:
+            by_cluster = (self.batch, self.h, self.c, self._columns() - self.n_k)
+            for name, x in (("memory_keys", d_k), ("memory_values", d_v)):
+                sums[name] = xp.sum(xp.reshape(x[:, self.n_k :, :], (*by_cluster, x.shape[-1])), axis=0)
+            d_k, d_v = d_k[:, : self.n_k, :], d_v[:, : self.n_k, :]
+        return {"q": self.to_tokens(d_q, 0), "k": self.to_tokens(d_k, 1), "v": self.to_tokens(d_v, 1), **sums}
+
+    def _backward_rows(
+        self, units: tuple[int, int], rows: tuple[int, int], k: Any, v: Any, part: Any, lse: Any, d_flat: Any
+    ) -> tuple[Any, Any, Any, dict[str, Any]]:
+        xp, backend, at = self.backend.xp, self.backend, slice(*rows)
+        seen = self._visible(units, at)
+        q, d_o = self._take(self.sources[0], 0, units, at), self._take(d_flat, 0, units, at)
+        weights, _ = self._weights(q, k, rows, seen, lse[slice(*units), at])
+        factors = self._factors(units, at)
+        kept = weights if factors is None else weights * factors
+        d_v = attend.product(backend, kept, d_o, seen, transposed=True)
+        d_logits = backend.matmul(d_o, xp.matrix_transpose(v))  # dP
+        own = {}
+        if self.relative_values is not None:
+            gap = self._ranks(rows, self.relative_values)
+            by_rank = backend.matmul(d_o, xp.matrix_transpose(xp.take(self.relative_values, gap, axis=0)))
+            d_logits = d_logits + self._with_memory(rows_to_places(by_rank))
+            shares = einsum("arp,are->pe", self._by_rank(kept), d_o)
+            own["relative_values"] = backend.segment_add(shares, gap, self.relative_values.shape[0])
+        if factors is not None:
+            d_logits = d_logits * factors
+        delta = xp.sum(d_o * part[slice(*units), at, ...], axis=-1, keepdims=True)
+        d_logits = weights * (d_logits - delta)
+        if seen is not None:
+            d_logits = xp.where(seen, d_logits, xp.zeros_like(d_logits))
+        d_q = attend.product(backend, d_logits, k, seen)
+        d_k = attend.product(backend, d_logits, q * self.scale, seen, transposed=True)
+        if self.relative_keys is not None:
+            gap = self._ranks(rows, self.relative_keys)
+            by_rank = self._by_rank(d_logits)
+            d_q = d_q + backend.matmul(by_rank, xp.take(self.relative_keys, gap, axis=0))
+            shares = einsum("arp,ard->pd", by_rank, q * self.scale)
+            own["relative_keys"] = backend.segment_add(shares, gap, self.relative_keys.shape[0])
+        own["scale"] = xp.sum(xp.where(d_q == 0, xp.zeros_like(d_q), d_q * q))
+        return d_q * self.scale, d_k, d_v, own

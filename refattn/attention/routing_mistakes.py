@@ -1,0 +1,3 @@
+from refattn.records import Mutation
+
+routing_mutations: tuple[Mutation, ...] = ()
