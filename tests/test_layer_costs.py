@@ -24,20 +24,22 @@ def counted(mechanism, arguments, algorithm="auto"):
     return forward, xp.counts.multiplies - forward
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"zero_attention": True, "extra": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"zero_attention": True, "extra_key": True, "extra_value": True}]
+)
 def test_counted_multiplies_of_multi_head_attention(options):
     sizes = {"b": 2, "h": 4, "g": 2, "q": 40, "k": 40, "d": 3, "e": 5}
-    arguments = ra.multi_head_attention.example(np.random.default_rng(0), **sizes, m=6, biases=False, **options)
-    settings = {n: x for n, x in options.items() if n != "extra"} | ({"extra_key": True} if "extra" in options else {})
+    none = dict.fromkeys(("b_q", "b_k", "b_v", "b_o"))
+    arguments = ra.multi_head_attention.example(np.random.default_rng(0), **sizes, m=6, **none, **options)
     forward, backward = counted(ra.multi_head_attention, arguments)
     projections = 2 * 6 * (40 * 4 * 3 + 40 * 2 * 3 + 40 * 2 * 5 + 40 * 4 * 5)
-    cost = ra.multi_head_attention.cost(**sizes, m=6, **settings)
+    cost = ra.multi_head_attention.cost(**sizes, m=6, **options)
     assert forward == cost.computed_multiplies + projections
-    both = ra.multi_head_attention.cost(**sizes, **settings, direction="backward")
+    both = ra.multi_head_attention.cost(**sizes, **options, direction="backward")
     assert backward == both.computed_multiplies + 2 * projections
     whole = ra.cost.transformer(b=2, m=6, h=4, g=2, q=40, d=3, e=5)
     assert whole.multiplies == ra.multi_head_attention.cost(**sizes).multiplies + projections
-    assert whole.parameters == cost.parameters - (16 if "extra" in options else 0)
+    assert whole.parameters == cost.parameters - (16 if "extra_key" in options else 0)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -45,7 +47,8 @@ def test_counted_multiplies_of_multi_head_attention(options):
 def test_counted_multiplies_of_talking_heads_attention(keys, dynamic):
     """With 2500 keys the rows do not fit one block: the first walk computes their logits once more."""
     sizes = {"b": 1, "h": 3, "x": 2, "y": 4, "q": 9, "k": keys, "d": 3, "e": 5}
-    arguments = ra.talking_heads_attention.example(np.random.default_rng(0), **sizes, dynamic=dynamic)
+    drawn = dict.fromkeys(("query_logits", "key_logits", "query_weights", "key_weights"), True) if dynamic else {}
+    arguments = ra.talking_heads_attention.example(np.random.default_rng(0), **sizes, **drawn)
     parts = {n: x for n, x in arguments.items() if n not in ("q", "k", "v")}
     forward, backward = counted(ra.talking_heads_attention, arguments)
     cost, back = (ra.talking_heads_attention.cost(**sizes, **parts, direction=d) for d in ("forward", "backward"))

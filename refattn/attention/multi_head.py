@@ -257,29 +257,24 @@ def example(
     m: int = 8,
     m1: int | None = None,
     m2: int | None = None,
-    biases: bool = True,
-    extra: bool = False,
-    shared: int = 0,
     **settings: Any,
 ) -> dict[str, Any]:
     """Normal tokens x_q (b,q,m), x_k (b,k,m1), x_v (b,k,m2), projections of variance 1/m and biases; g defaults to h // 3 where that
-    divides.  ``extra`` adds ``extra_key`` and ``extra_value``; ``shared=1`` leaves x_v out, ``shared=2`` x_k too (then k is q)."""
+    divides.  An array asked for by True is drawn (``extra_key=True``), by None left out (``x_v=None``, ``b_q=None``)."""
     g = g or (h // 3 if h % 3 == 0 else h)
-    m1 = m if m1 is None or shared == 2 else m1
-    m2 = m1 if m2 is None or shared else m2
-    normal = rng.standard_normal
-    tokens = {"x_q": normal((b, q, m)), "x_k": normal((b, k, m1)), "x_v": normal((b, k, m2))}
-    found = dict(list(tokens.items())[: 3 - shared])
-    found |= {
-        "w_q": normal((m, h, d)) / m**0.5,
-        "w_k": normal((m1, g, d)) / m1**0.5,
-        "w_v": normal((m2, g, e)) / m2**0.5,
-        "w_o": normal((h, e, m)) / (h * e) ** 0.5,
-    }
-    if biases:
-        found |= {"b_q": normal((h, d)), "b_k": normal((g, d)), "b_v": normal((g, e)), "b_o": normal(m)}
-    if extra:
-        found |= {"extra_key": normal((g, d)), "extra_value": normal((g, e))}
+    m1 = m if m1 is None or settings.get("x_k", True) is None else m1
+    m2 = m1 if m2 is None or settings.get("x_v", True) is None else m2
+    shapes: dict[str, tuple[int, ...]] = {"x_q": (b, q, m), "x_k": (b, k, m1), "x_v": (b, k, m2)}
+    shapes |= {"w_q": (m, h, d), "w_k": (m1, g, d), "w_v": (m2, g, e), "w_o": (h, e, m)}
+    shapes |= {"b_q": (h, d), "b_k": (g, d), "b_v": (g, e), "b_o": (m,), "extra_key": (g, d), "extra_value": (g, e)}
+    variance = {"w_q": m, "w_k": m1, "w_v": m2, "w_o": h * e}
+    found: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        asked = settings.pop(name, None if name.startswith("extra") else True)
+        if asked is True:
+            asked = rng.standard_normal(shape) / max(1, variance.get(name, 1)) ** 0.5
+        if asked is not None:
+            found[name] = asked
     return {**found, **settings}
 
 
@@ -308,3 +303,12 @@ multi_head_attention = mechanism(
     ),
     outputs=("output", "lse"),
 )
+multi_head_attention.probe_options = (
+    {"h": 4, "q": 9, "x_k": None, "x_v": None, "says": "self-attention: one array in all three roles"},
+    {"h": 4, "q": 9, "k": 13, "d": 6, "e": 6, "x_v": None, "says": "keys and values of the same tokens"},
+    {"h": 4, "q": 9, "k": 9, "d": 6, "e": 6, "says": "three arrays of one shape"},
+    {"h": 6, "g": 2, "q": 9, "k": 9, "causal": True, "says": "causal, 6 query heads on 2 key heads"},
+    {"h": 6, "g": 2, "q": 9, "k": 9, "extra_key": True, "extra_value": True, "causal": True, "says": "an extra key and causal"},
+    {"h": 3, "q": 7, "k": 11, "extra_key": True, "extra_value": True, "zero_attention": True, "says": "an extra key and a key of zeros"},
+    {"h": 3, "q": 7, "k": 11, "b_q": None, "b_k": None, "b_v": None, "b_o": None, "says": "no biases"},
+)  # fmt: skip

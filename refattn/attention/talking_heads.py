@@ -657,20 +657,25 @@ def example(
     k: int = 7,
     d: int = 4,
     e: int = 6,
-    dynamic: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Normal q (b,x,q,d), k (b,x,k,d), v (b,y,k,e) and projections; x and y default to h.  ``dynamic`` adds the four dynamic parts.
+    """Normal q (b,x,q,d), k (b,x,k,d), v (b,y,k,e) and static projections; x and y default to h.
 
-    A projection given among the options takes the place of the drawn one (None: left out).
+    A part of the projections asked for by True is drawn (``query_logits=True``), by None left out.
     """
     x, y = h if x is None else x, h if y is None else y
-    normal = rng.standard_normal
-    found = {"q": normal((b, x, q, d)), "k": normal((b, x, k, d)), "v": normal((b, y, k, e))}
-    found |= {"logits_projection": normal((x, h)) / x**0.5, "weights_projection": normal((h, y)) / h**0.5}
-    if dynamic:
-        found |= {"query_logits": 0.3 * normal((b, q, x, h)), "key_logits": 0.3 * normal((b, k, x, h))}
-        found |= {"query_weights": 0.3 * normal((b, q, h, y)), "key_weights": 0.3 * normal((b, k, h, y))}
+    found = {
+        n: rng.standard_normal(shape) for n, shape in (("q", (b, x, q, d)), ("k", (b, x, k, d)), ("v", (b, y, k, e)))
+    }
+    shapes = {"logits_projection": (x, h), "query_logits": (b, q, x, h), "key_logits": (b, k, x, h)}
+    shapes |= {"weights_projection": (h, y), "query_weights": (b, q, h, y), "key_weights": (b, k, h, y)}
+    for name, shape in shapes.items():
+        static = name.endswith("projection")
+        asked = settings.pop(name, True if static else None)
+        if asked is True:
+            asked = rng.standard_normal(shape) * (max(1, shape[0]) ** -0.5 if static else 0.3)
+        if asked is not None:
+            found[name] = asked
     return {**found, **settings}
 
 
@@ -695,4 +700,13 @@ talking_heads_attention = mechanism(
     },
     differentiable=("q", "k", "v", *_PARTS, *(n for n in options.DIFFERENTIABLE if n != "sinks")),
     outputs=("output", "lse"),
+)
+_DYNAMIC = {n: True for n in _PARTS if not n.endswith("projection")}
+talking_heads_attention.probe_options = (
+    {"h": 5, "q": 9, "k": 13, "d": 6, "e": 4, "says": "as many key heads and value heads as softmax heads"},
+    {"h": 5, "q": 9, "k": 9, "d": 6, "e": 4, "causal": True, "says": "equal head counts, causal"},
+    {"h": 5, "q": 9, "k": 13, "d": 6, "e": 4, **_DYNAMIC, "says": "equal head counts, dynamic parts"},
+    {"h": 5, "x": 3, "y": 4, "q": 9, "k": 13, "d": 6, "e": 4, **_DYNAMIC, "says": "three head counts, dynamic parts"},
+    {"h": 5, "q": 9, "k": 13, "d": 6, "e": 4, "logits_projection": None, "says": "only the weights are projected"},
+    {"h": 5, "q": 9, "k": 13, "d": 6, "e": 4, "weights_projection": None, "says": "only the logits are projected"},
 )

@@ -18,8 +18,13 @@ def rng(seed=0):
     return np.random.default_rng(seed)
 
 
-def base(seed=0, **sizes):
-    return attention.example(rng(seed), **{"b": B, "h": H, "g": G, "q": Q, "k": K, "d": D, "e": E, "m": M, **sizes})
+def base(seed=0, *, shared=0, extra=False, biases=True, **sizes):
+    """The example; ``shared`` leaves out x_v (1), and x_k too (2)."""
+    options = {"extra_key": True, "extra_value": True} if extra else {}
+    options |= dict.fromkeys(("x_v", "x_k")[:shared]) | ({} if biases else dict.fromkeys(("b_q", "b_k", "b_v", "b_o")))
+    return attention.example(
+        rng(seed), **{"b": B, "h": H, "g": G, "q": Q, "k": K, "d": D, "e": E, "m": M, **options, **sizes}
+    )
 
 
 def bend(logits, b, h, i, j):
@@ -34,7 +39,7 @@ OPTIONS = {
     "no_biases": {"biases": False},
     "widths": {"m1": 4, "m2": 2},
     "keys_are_values": {"shared": 1},
-    "self": {"shared": 2, "k": Q, "m1": M},
+    "self": {"shared": 2},
     "extra": {"extra": True},
     "zero": {"zero_attention": True},
     "both": EXTRA,

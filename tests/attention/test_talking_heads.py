@@ -12,14 +12,18 @@ from refattn.attention.talking_heads_mistakes import Talking
 attention = ra.talking_heads_attention
 B, X, H, Y, Q, K, D, E = 2, 2, 3, 4, 3, 5, 3, 2
 EPS = np.finfo(np.float64).eps
+PARTS = ("query_logits", "key_logits", "query_weights", "key_weights")
 
 
 def rng(seed=0):
     return np.random.default_rng(seed)
 
 
-def base(seed=0, **sizes):
-    return attention.example(rng(seed), **{"b": B, "x": X, "h": H, "y": Y, "q": Q, "k": K, "d": D, "e": E, **sizes})
+def base(seed=0, *, dynamic=False, **sizes):
+    parts = dict.fromkeys(PARTS, True) if dynamic else {}
+    return attention.example(
+        rng(seed), **{"b": B, "x": X, "h": H, "y": Y, "q": Q, "k": K, "d": D, "e": E, **parts, **sizes}
+    )
 
 
 def bend(logits, b, h, i, j):
@@ -244,7 +248,7 @@ def test_several_ranges_of_rows_and_blocks_of_keys():
     """Long enough for several tasks and blocks: equal to its own rows one by one, and bitwise the same again."""
     r = rng(11)
     n = 2100
-    arguments = attention.example(r, b=1, x=2, h=2, y=3, q=n, k=n, d=4, e=3, dynamic=True)
+    arguments = attention.example(r, b=1, x=2, h=2, y=3, q=n, k=n, d=4, e=3, **dict.fromkeys(PARTS, True))
     arguments = {m: x.astype(np.float32) for m, x in arguments.items()}
     result, pullback = attention.vjp(**arguments, causal=True)
     few = slice(2000, 2010)
