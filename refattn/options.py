@@ -33,7 +33,18 @@ from refattn.arrays import (
 from refattn.records import AttentionProblem, Block, Result
 from refattn.selections import Span
 
-__all__ = ["DIFFERENTIABLE", "SHARED", "Prepared", "offsets", "per_batch", "prepare", "takes"]
+__all__ = [
+    "DIFFERENTIABLE",
+    "SHARED",
+    "Prepared",
+    "offsets",
+    "per_batch",
+    "prepare",
+    "require_broadcast",
+    "require_mask",
+    "require_scalar",
+    "takes",
+]
 
 SHARED: dict[str, Any] = {
     "mask": None,
@@ -273,13 +284,13 @@ def prepare(
     if scale is None:
         scale = d**-0.5 if d else 1.0
     else:
-        _require_scalar("scale", scale)
+        require_scalar("scale", scale)
         require_finite("scale", scale)
 
     def spread(name: str, x: Any) -> Any:
         """A (..., h, q, k)-like array as (b|1, g|1, r|1, q|1, k|1)."""
         every = name == "dropout_mask" and is_array(x) and tuple(x.shape[-1:]) == (n_k + extra_keys,)
-        _require_broadcast(name, x, (*lead, h, n_q, n_k + extra_keys if every else n_k))
+        require_broadcast(name, x, (*lead, h, n_q, n_k + extra_keys if every else n_k))
         full = xp.reshape(x, (1,) * (3 - x.ndim) + tuple(x.shape)) if x.ndim < 3 else x
         own = full.shape[:-3]
         flat = flatten_leading(full, 3, lead)
@@ -297,7 +308,7 @@ def prepare(
         terms.append(scores.ScoreMod(options["score_mod"]))
     cap = options["softcap"]
     if cap is not None:
-        _require_scalar("softcap", cap)
+        require_scalar("softcap", cap)
         require_positive("softcap", cap)
         cap = scores.SoftCap(
             xp.asarray(cap, dtype=q.dtype, device=device(q)) if not is_array(cap) else xp.reshape(cap, ())
@@ -485,10 +496,7 @@ def _visibility(
         mask = options["mask"]
         if isinstance(mask, (bool, np.bool_)):
             mask = np.asarray(mask)
-        if not is_array(mask) or not is_bool(mask.dtype):
-            kind = f"has dtype {mask.dtype}" if is_array(mask) else f"is a {type(mask).__name__}"
-            raise TypeError(f"mask {kind}: expected a bool array, True = may attend (additive masks go to bias)")
-        _require_broadcast("mask", mask, (*lead, h, n_q, n_k))
+        require_mask(mask, (*lead, h, n_q, n_k))
         xp = namespace(mask)
         parts.append(
             patterns.dense(xp.reshape(mask, (1,) * (2 - mask.ndim) + tuple(mask.shape)) if mask.ndim < 2 else mask)
@@ -520,7 +528,8 @@ def _dropout(options: dict[str, Any], spread: Callable[[str, Any], Any]) -> tupl
     return spread("dropout_mask", mask), 1.0 / (1.0 - float(rate))
 
 
-def _require_scalar(name: str, value: Any) -> None:
+def require_scalar(name: str, value: Any) -> None:
+    """Reject what is neither a number nor an array of one element."""
     if is_array(value):
         if math.prod(value.shape) != 1:
             raise ValueError(f"{name} has shape {tuple(value.shape)}: expected a number")
@@ -528,7 +537,16 @@ def _require_scalar(name: str, value: Any) -> None:
         raise TypeError(f"{name} is {value!r}: expected a number")
 
 
-def _require_broadcast(name: str, x: Any, shape: tuple[int, ...]) -> None:
+def require_mask(mask: Any, shape: tuple[int, ...]) -> None:
+    """Reject a mask that is no bool array, or does not broadcast to ``shape``."""
+    if not is_array(mask) or not is_bool(mask.dtype):
+        kind = f"has dtype {mask.dtype}" if is_array(mask) else f"is a {type(mask).__name__}"
+        raise TypeError(f"mask {kind}: expected a bool array, True = may attend (additive masks go to bias)")
+    require_broadcast("mask", mask, shape)
+
+
+def require_broadcast(name: str, x: Any, shape: tuple[int, ...]) -> None:
+    """Reject what is no array that broadcasts to ``shape``."""
     if not is_array(x):
         raise TypeError(
             f"{name} is a {type(x).__name__}: expected an array that broadcasts to (..., h, q, k) = {shape}"

@@ -1,5 +1,6 @@
 """One file per mechanism."""
 
+from refattn.attention.adaptive_span import adaptive_span_attention, span_penalty
 from refattn.attention.compressive import compressive_attention
 from refattn.attention.linear import linear_attention
 from refattn.attention.local import local_attention
@@ -13,6 +14,7 @@ from refattn.attention.topk import topk_attention
 from refattn.attention.transformer_xl import transformer_xl_attention
 
 __all__ = [
+    "adaptive_span_attention",
     "compressive_attention",
     "linear_attention",
     "local_attention",
@@ -20,6 +22,7 @@ __all__ = [
     "multi_head_attention",
     "routing_attention",
     "scaled_dot_product_attention",
+    "span_penalty",
     "sparse_transformer_attention",
     "talking_heads_attention",
     "topk_attention",
