@@ -49,6 +49,7 @@ import numpy as np
 from refattn.verification import exchange, isolate
 from refattn.verification.conventions import (
     CONVENTION_OPTIONS,
+    LSE_SWITCHES,
     PRESETS,
     Conventions,
     Preset,
@@ -255,6 +256,8 @@ class Adapter:
 
     def _choose_framework(self, asked: str | None) -> tuple[str, Framework]:
         if self._library and self.preset is not None and (asked or "").partition(":")[0] != self.preset.framework:
+            if asked is not None:
+                self.notes.append(f"{self.preset.says} takes {self.preset.framework} arrays, not {asked}")
             asked = self.preset.framework
         if asked is None and self.preset is not None and self.preset.framework in _libraries_of(self.function):
             asked = self.preset.framework
@@ -322,7 +325,8 @@ class Adapter:
 
     def _run(self, call: Call, writeable: bool, clock: "_Clock") -> Outcome:
         options = self._admitted(call.options)
-        if self.conventions.channels == "equal" and call.arrays["q"].shape[-1] != call.arrays["v"].shape[-1]:
+        q, v = call.arrays.get("q"), call.arrays.get("v")
+        if self.conventions.channels == "equal" and q is not None and v is not None and q.shape[-1] != v.shape[-1]:
             raise Unsupported("it wants as many value channels as query channels")
         given = {**call.arrays, **options}
         original = {n: self._turn_in(n, x) for n, x in given.items() if isinstance(x, np.ndarray)}
@@ -336,12 +340,12 @@ class Adapter:
         with self.framework.scope(x64):
             handed = {n: self.framework.bring(host[n]) if n in host else x for n, x in given.items()}
 
-            def function(values: dict[str, Any]) -> dict[str, Any]:
+            def timed(values: dict[str, Any]) -> dict[str, Any]:
                 with clock:
                     return self._fields(values)
 
-            if self._library:  # compiled as a whole, JAX takes a second for what takes ten operation by operation
-                function = self.framework.compiled(function)
+            # Compiled as a whole, JAX's own function takes a second for what takes ten operation by operation.
+            function = self.framework.compiled(timed) if self._library else timed
             gradients: dict[str, Any] = {}
             applied: tuple[str, ...] = ()
             remark = ""
@@ -355,7 +359,7 @@ class Adapter:
                     fields, gradients, applied, remark = self.framework.run(function, handed, call.wrt, cotangents)
                 except NotImplementedError as error:
                     fields = function(handed)
-                    remark = f"backward: {error or 'NotImplementedError'}"
+                    remark = f"backward: {str(error) or 'NotImplementedError'}"
             back = {n: self._result_out(n, self._back(n, x)) for n, x in fields.items()}
             pulled = {
                 n: self._turn_out(n, self._back(f"the gradient of {n}", g))
@@ -423,7 +427,8 @@ class Adapter:
             names = self.preset.results if self.preset else ("output", "lse")
             if len(returned) > len(names) and not self.preset:
                 raise TypeError(f"it returned {len(returned)} values: expected the output, (output, lse) or a dict")
-            return {n: x for n, x in zip(names, returned, strict=False) if n is not None and x is not None}
+            named = dict(zip(names, returned, strict=False))
+            return {n: x for n, x in named.items() if n is not None and x is not None}
         if returned is None:
             raise TypeError("it returned None: expected the output, (output, lse) or a dict")
         return {"output": returned}
@@ -438,12 +443,7 @@ class Adapter:
         signature = self.backward_signature
         known = None if signature is None or signature.any else set(signature.names)
         arrays, options = self._call_arguments(handed, signature)
-        switches = (
-            set()
-            if self.preset is None
-            else {"return_lse", "return_softmax_lse", "return_attn_probs", "return_residual"}
-        )
-        options = {n: x for n, x in options.items() if n not in switches}
+        options = {n: x for n, x in options.items() if self.preset is None or n not in LSE_SWITCHES}
         missing = set() if known is None else set(options) - known
         if missing:
             return {}, (), f"backward: its signature has no {', '.join(sorted(missing))}"
@@ -455,10 +455,10 @@ class Adapter:
         try:
             returned = self.backward(brought["output"], *arrays, **options)
         except NotImplementedError as error:
-            return {}, (), f"backward: {error or 'NotImplementedError'}"
+            return {}, (), f"backward: {str(error) or 'NotImplementedError'}"
         if isinstance(returned, Mapping):
             ours = {theirs: n for n, theirs in self.acceptance.rename.items()}
-            gradients = {ours.get(n, n): g for n, g in returned.items() if g is not None}
+            gradients = {ours.get(str(n), str(n)): g for n, g in returned.items() if g is not None}
         else:
             if not isinstance(returned, (tuple, list)):
                 returned = (returned,)
@@ -901,8 +901,8 @@ def _read_outcome(path: Path, body: Mapping[str, Any]) -> Outcome:
     for key, x in tensors.items():
         kind, _, name = key.partition(".")
         groups[kind][name] = x
-    plain = {n: tuple(x) if isinstance(x, list) else x for n, x in body.items() if n in _PLAIN}
-    return Outcome(**groups, **plain)
+    plain: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in body.items() if n in _PLAIN}
+    return Outcome(fields=groups["fields"], gradients=groups["gradients"], **plain)
 
 
 # ---------------------------------------------------------------------- the places a candidate runs

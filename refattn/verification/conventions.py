@@ -30,6 +30,7 @@ from refattn.records import Result
 __all__ = [
     "CONVENTION_OPTIONS",
     "DEFAULTS",
+    "LSE_SWITCHES",
     "PRESETS",
     "Conventions",
     "Preset",
@@ -492,6 +493,10 @@ def detect(parameters: Sequence[str]) -> str | None:
     return next((p.name for p in PRESETS.values() if any(sign <= names for sign in p.signs)), None)
 
 
+LSE_SWITCHES = ("return_lse", "return_softmax_lse", "return_attn_probs", "return_residual")
+"""Parameters of known signatures that ask for the lse; a backward has no use for them."""
+
+
 def _at_least(x: Any, ndim: int) -> Any:
     xp = array_api_compat.array_namespace(x)
     return xp.reshape(x, (1,) * (ndim - x.ndim) + tuple(x.shape)) if x.ndim < ndim else x
@@ -556,9 +561,7 @@ def _jax_call(options: dict[str, Any], arrays: dict[str, Any], has: Mapping[str,
         q, k = list(arrays.values())[:2]
         far = max(q.shape[1], k.shape[1])
         call["local_window_size"] = tuple(far if side is None else side for side in options["window"])
-    if "return_residual" in has:
-        call["return_residual"] = True
-    return call
+    return {**call, "return_residual": True} if "return_residual" in has else call
 
 
 _FLASH_ATTN_NAMES = {
@@ -580,10 +583,8 @@ def _flash_attn_call(options: dict[str, Any], arrays: dict[str, Any], has: Mappi
     if "window" in options:
         unlimited = None if has.get("window_size") == (None, None) else -1
         call["window_size"] = tuple(unlimited if side is None else side for side in options["window"])
-    returns = next((n for n in ("return_lse", "return_softmax_lse", "return_attn_probs") if n in has), None)
-    if returns:
-        call[returns] = True
-    return call
+    switch = next((n for n in LSE_SWITCHES if n in has), None)
+    return {**call, switch: True} if switch else call
 
 
 _FLASHINFER_NAMES = {
@@ -611,9 +612,7 @@ def _flashinfer_call(options: dict[str, Any], arrays: dict[str, Any], has: Mappi
         xp = array_api_compat.array_namespace(mask)
         q, k = list(arrays.values())[:2]
         call["custom_mask"] = xp.broadcast_to(xp.reshape(mask, mask.shape[-2:]), (q.shape[0], k.shape[0]))
-    if "return_lse" in has:
-        call["return_lse"] = True
-    return call
+    return {**call, "return_lse": True} if "return_lse" in has else call
 
 
 _ONNX_NAMES = {

@@ -103,18 +103,19 @@ def discover(candidate: Candidate, mechanism: Mechanism) -> tuple[Conventions, d
     return found, undecided
 
 
-def _call(mechanism: Mechanism, question: _Question, options: Mapping[str, Any], grouped: bool) -> Call:
+def _call(
+    mechanism: Mechanism, question: _Question, options: Mapping[str, Any], grouped: bool, poisoned: bool = False
+) -> Call:
+    """A float32 call; ``poisoned``: the last value is NaN."""
     rng = np.random.default_rng(1)
     g = _KEY_HEADS if grouped else _HEADS
-    shapes = {
-        "q": (2, _HEADS, question.q, _CHANNELS),
-        "k": (2, g, question.k, _CHANNELS),
-        "v": (2, g, question.k, _CHANNELS),
-    }
-    given = {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
-    given["v"] += np.float32(1.0)  # so that the mean of v is not 0
+    shape = {"q": (2, _HEADS, question.q, _CHANNELS), "k": (2, g, question.k, _CHANNELS)}
+    q, k, v = (rng.standard_normal(shape[n]).astype(np.float32) for n in ("q", "k", "k"))
+    v += np.float32(1.0)  # so that the mean of v is not 0
+    if poisoned:
+        v[..., -1, :] = np.nan
     narrow = {n: x.astype(np.float32) if getattr(x, "dtype", None) == np.float64 else x for n, x in options.items()}
-    return Call(question.field, mechanism.name, given, narrow)
+    return Call(question.field, mechanism.name, {"q": q, "k": k, "v": v}, narrow)
 
 
 def _grouped_heads(candidate: Candidate, mechanism: Mechanism) -> bool:
@@ -149,8 +150,7 @@ def _masked_nan(candidate: Candidate, mechanism: Mechanism, grouped: bool) -> tu
     accepted, why = candidate.accepts(["mask"])
     if not accepted:
         return None, why
-    call = _call(mechanism, _Question("masked_nan", (), ()), {"mask": mask}, grouped)
-    call.arrays["v"][..., 6, :] = np.nan
+    call = _call(mechanism, _Question("masked_nan", (), ()), {"mask": mask}, grouped, poisoned=True)
     (outcome,) = candidate.run([call])
     if outcome.status != "ok":
         return None, outcome.message

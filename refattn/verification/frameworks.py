@@ -105,7 +105,7 @@ class Torch(Framework):
     def unchanged(self, handed: Any, host: np.ndarray, original: np.ndarray) -> bool:
         return self.back(handed).tobytes() == original.tobytes()
 
-    def run(self, function, handed, wrt, cotangents):  # type: ignore[no-untyped-def]
+    def run(self, function, handed, wrt, cotangents):
         import torch
 
         leaves = {n: handed[n] for n in wrt if isinstance(handed.get(n), torch.Tensor)}
@@ -172,7 +172,7 @@ class Jax(Framework):
         with jax.enable_x64(True):
             yield
 
-    def compiled(self, function):  # type: ignore[no-untyped-def]
+    def compiled(self, function):
         import jax
 
         def call(handed: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Jax(Framework):
 
         return call
 
-    def run(self, function, handed, wrt, cotangents):  # type: ignore[no-untyped-def]
+    def run(self, function, handed, wrt, cotangents):
         import jax
         import jax.numpy as jnp
 

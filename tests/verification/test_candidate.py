@@ -545,6 +545,24 @@ def test_flash_attn_signature():
         assert outcome.status == "unsupported"
 
 
+def test_a_backward_of_a_known_signature_is_called_by_its_names():
+    def forward(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), return_lse=False):
+        assert return_lse
+        q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+        output, lse = attention(q, k, v, causal=causal, scale=softmax_scale)
+        return output.transpose(0, 2, 1, 3), lse
+
+    def backward(d_output, q, k, v, softmax_scale=None, causal=False):
+        turned = (x.transpose(0, 2, 1, 3) for x in (d_output, q, k, v))
+        return tuple(g.transpose(0, 2, 1, 3) for g in attention_backward(*turned, causal=causal, scale=softmax_scale))
+
+    call = make_call(grad=True, causal=True, scale=0.3)
+    candidate, outcome = run_one(forward, call, backward=backward)
+    assert candidate.describe()["preset"] == "flash-attn"
+    assert_agrees(candidate, call, outcome, results=("output", "lse"), gradients=("q", "k", "v"))
+    assert outcome.cotangents == ("output",)
+
+
 def test_flashinfer_signature():
     def single_prefill(
         q, k, v, custom_mask=None, causal=False, kv_layout="NHD", sm_scale=None, window_left=-1,
@@ -697,7 +715,8 @@ def test_torch_s_own_function(torch):
         (make_call(grad=True, dtype="float64", bias=bias, wrt=(*every, "bias")), (*every, "bias"), "float64"),
         (make_call(grad=True, dtype="float64", bias=bias, mask=mask, wrt=("bias",)), ("bias",), "float64"),
     ]
-    with open_candidate(torch.nn.functional.scaled_dot_product_attention, SDPA) as candidate:
+    with open_candidate(torch.nn.functional.scaled_dot_product_attention, SDPA, framework="numpy") as candidate:
+        assert any("takes torch arrays, not numpy" in note for note in candidate.notes)
         assert candidate.describe()["preset"] == "torch"
         assert (candidate.framework, candidate.layout) == ("torch", "bhld")
         assert candidate.independent is True
