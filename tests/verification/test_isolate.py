@@ -168,6 +168,7 @@ def test_death_is_seen_though_offspring_holds_the_pipe(kernels):
 def test_memory_limit(kernels):
     fed, after = run(kernels, "greedy", call(softcap=13, size=1 << 28), call("1"))
     assert (fed.status, after.status) == ("memory", "ok")
+    assert "Unable to allocate 1" in fed.message, "the candidate got an ordinary MemoryError"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
