@@ -177,10 +177,6 @@ class Units:
 
     # ------------------------------------------------------------------ orders
 
-    def query_rows(self, s: int) -> Any:
-        """Position of every query row of round s, (b,h,1,rows)."""
-        return self._rows(s, 0, self.plan.rows)
-
     def key_rows(self, s: int) -> Any:
         """Position of every key row of round s, (b,h,1,(chunks + before + after) * chunk); rows without a key hold 0."""
         plan, xp = self.plan, self.xp
