@@ -8,6 +8,7 @@ and the :class:`Prepared` it returns lays results and gradients out as the calle
 
 import dataclasses
 import functools
+import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -256,6 +257,11 @@ def prepare(
     ``apart``: the blocks of one key head are not those of another.
     The last ``extra_keys`` keys are seen by every real row, and of the terms only a soft cap changes their logits.
     """
+    for name in options:
+        if name not in SHARED:
+            near = difflib.get_close_matches(name, SHARED, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; they are {', '.join(SHARED)}"
+            raise TypeError(f"{name!r} is no option of softmax attention{hint}")
     options = {**SHARED, **options}
     xp = namespace(q, k, v)
     for name, x, axes in (("q", q, "h q d"), ("k", k, "g k d"), ("v", v, "g k e")):

@@ -64,5 +64,7 @@ def test_bad_input():
         ra.scaled_dot_product_attention.cost(**SIZES, direction="sideways")
     with pytest.raises(ValueError, match="q is -1"):
         ra.scaled_dot_product_attention.cost(**{**SIZES, "q": -1})
+    with pytest.raises(TypeError, match="'cuasal' is no option of softmax attention; did you mean 'causal'"):
+        ra.scaled_dot_product_attention.cost(**SIZES, cuasal=True)
     with pytest.raises(TypeError, match="k is 1.5"):
         ra.scaled_dot_product_attention.cost(**{**SIZES, "k": 1.5})
