@@ -184,25 +184,38 @@ def forward(
     q, v = _joined(q, lead), _joined(v, lead)
     k = q if same else _joined(k, lead)
     with backend.quiet():
-        q_normal, q_factor = normalise(q, normalize)
-        k_normal, k_factor = (q_normal, q_factor) if same else normalise(k, normalize)
-        keys, key_factor = normalise(k_normal, key_norm)
-        sources = ((q, q_normal, real_q),) if same else ((q, q_normal, real_q), (k, k_normal, real_k))
-        routed = [Routed(x, normal, keep, cluster_normalize, projection) for x, normal, keep in sources]
-
+        q_norm = normalise(q, normalize)
+        k_norm = q_norm if same else normalise(k, normalize)
+        key_norms = normalise(k_norm[0], key_norm)
+        sources = ((q, q_norm, real_q),) if same else ((q, q_norm, real_q), (k, k_norm, real_k))
+        routes, routed = [], []  # what meets the centroids: how it was normalised; what becomes of it
+        for x, norm, keep in sources:
+            if cluster_normalize == "same":
+                route = norm
+            elif cluster_normalize == key_norm and same and normalize is None:
+                route = key_norms  # the keys of the logits are the same array
+            else:
+                route = normalise(x, cluster_normalize)
+            routes.append(route)
+            routed.append(Routed(route[0], keep, projection))
         if members is None:
             widths = _widths(cluster_size, t, t_k, c)
             alike = same and widths[0] == widths[1] and query_mask is key_mask
-            chosen_q = routed[0].members(centroids, widths[0], real_q, backend)
-            chosen_k = chosen_q if alike else routed[-1].members(centroids, widths[1], real_k, backend)
+            chosen_q = routed[0].members(centroids, widths[0], backend)
+            if alike:
+                chosen_k = chosen_q
+            else:
+                by_key = Routed(routed[0].x, real_k, None) if same else routed[1]
+                chosen_k = by_key.members(centroids, widths[1], backend)
         else:
             alike = False
             chosen_q, chosen_k = _given_members(members, lead, h, c, (t, t_k), xp)
-        entries = d * sum(x.measure(centroids, backend) for x in routed)
-        loss = sum(xp.sum(x.gap * x.gap) for x in routed) / max(entries, 1)
+        losses = [x.loss(centroids, backend) for x in routed]
+        entries = max(1, d * sum(n for _, n in losses))
+        loss = sum(x for x, _ in losses) / entries
 
         no_blocks = lambda visibility, group: iter(())  # noqa: E731 - the clusters are walked here
-        arrays = (xp.reshape(x, (*lead, *x.shape[1:])) for x in (q_normal, keys, v))
+        arrays = (xp.reshape(x, (*lead, *x.shape[1:])) for x in (q_norm[0], key_norms[0], v))
         clusters = Clusters(
             backend=backend,
             problem=options.prepare(*arrays, backend=backend, blocks=no_blocks, **shared).problem,
@@ -220,15 +233,16 @@ def forward(
         )
         part, lse = clusters.forward()
         share = clusters.shares(average_eps, real_q)
-        output = xp.where(share == 0, xp.zeros_like(share), clusters.to_tokens(part, 0) * share)
+        output = clusters.to_tokens(part, 0) * share
     result = Result(
         output=xp.reshape(output, (*lead, *output.shape[1:])),
         commitment_loss=loss,
         members_q=xp.reshape(chosen_q, (*lead, *chosen_q.shape[1:])),
         members_k=xp.reshape(chosen_k, (*lead, *chosen_k.shape[1:])),
     )
-    norms = ((q_normal, q_factor, normalize), (k_normal, k_factor, normalize), (keys, key_factor, key_norm))
-    return result, (clusters, part, lse, share, norms, routed, entries, same, lead)
+    norms = ((*q_norm, normalize), (*k_norm, normalize), (*key_norms, key_norm))
+    routes = [(*route, cluster_normalize) for route in routes]
+    return result, (clusters, part, lse, share, norms, routes, routed, entries, same, lead)
 
 
 def backward(saved: Any, *, output: Any, commitment_loss: Any) -> dict[str, Any]:
@@ -240,22 +254,25 @@ def backward(saved: Any, *, output: Any, commitment_loss: Any) -> dict[str, Any]
     Loss: d_x = 2 (x - centroid) / number of entries, back through the projection.  Then the normalisations, where what
     the queries, the keys and the loss send back has been added up.
     """
-    clusters, part, lse, share, (q_norm, k_norm, key_norm), routed, entries, same, lead = saved
+    clusters, part, lse, share, (q_norm, k_norm, key_norm), routes, routed, entries, same, lead = saved
     backend = clusters.backend
     xp = backend.xp
     with backend.quiet():
         found: dict[str, Any] = {}
         if output is not None:
-            d_output = xp.where(share == 0, xp.zeros_like(share), flatten_leading(output, 3, lead) * share)
-            found = clusters.backward(part, lse, d_output)
+            found = clusters.backward(part, lse, flatten_leading(output, 3, lead) * share)
         d_q = found.get("q", xp.zeros_like(q_norm[0]))
         d_k = normalise_backward(*key_norm, found.get("k", xp.zeros_like(k_norm[0])))
         beside = [0.0, 0.0]  # what reaches q and k without passing the normalisation of the logits
         if commitment_loss is not None:
-            factor = 2.0 * commitment_loss / max(entries, 1)
-            through, beside[: len(routed)] = zip(*(x.backward(factor) for x in routed), strict=True)
-            d_q = d_q + through[0]
-            d_k = d_k if same else d_k + through[1]
+            for n, (x, route) in enumerate(zip(routed, routes, strict=True)):
+                d_x = x.backward(2.0 * commitment_loss / entries)
+                if route[2] != "same":
+                    beside[n] = normalise_backward(*route, d_x)
+                elif n == 0:
+                    d_q = d_q + d_x
+                else:
+                    d_k = d_k + d_x
         if same:
             d_q = normalise_backward(*q_norm, d_q + d_k) + beside[0]
         else:

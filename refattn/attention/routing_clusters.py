@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from refattn import attend
-from refattn.arrays import real
+from refattn.arrays import namespace, real
 from refattn.contraction import einsum
 from refattn.normalization import row_maximum
 from refattn.scores import places_to_rows, rows_to_places
@@ -41,10 +41,14 @@ class Clusters:
         self.n_k = members[1].shape[-1]
         self.units = b * self.h * self.c
         self.batch, self.lengths = b, (problem.q.shape[-2], problem.k.shape[-2])
-        self.sources = tuple(  # (b h t, channels)
+        q, k, v = (
             xp.reshape(x, (b * self.h * t, x.shape[-1]))
             for x, t in ((problem.q, self.lengths[0]), (problem.k, self.lengths[1]), (problem.v, self.lengths[1]))
         )
+        self.q = q
+        self.sources = (q * self.scale, k, v)  # (b h t, channels)
+        everything = (*self.sources, *(() if memory is None else memory))
+        self.finite = all(_finite(x) for x in everything)
         self.positions, self.rows, self.dead = zip(
             *(self._index(x, keep, t) for x, keep, t in zip(members, masks, self.lengths, strict=True)), strict=True
         )
@@ -177,25 +181,20 @@ class Clusters:
 
     # ------------------------------------------------------------ forward
 
-    def _weights(self, q: Any, k: Any, rows: tuple[int, int], seen: Any, lse: Any = None) -> tuple[Any, Any]:
-        """Weights (a, rows, columns) and lse (a, rows), which may be given."""
+    def _logits(self, q: Any, k: Any, rows: tuple[int, int], seen: Any) -> Any:
+        """(a, rows, columns), -inf where a pair is not seen; q is scaled."""
         xp, backend = self.backend.xp, self.backend
-        logits = backend.matmul(q * self.scale, xp.matrix_transpose(k))
+        logits = backend.matmul(q, xp.matrix_transpose(k))
         if self.relative_keys is not None:
             table = xp.take(self.relative_keys, self._ranks(rows, self.relative_keys), axis=0)
-            by_rank = backend.matmul(q * self.scale, xp.matrix_transpose(table))
-            logits = logits + self._with_memory(rows_to_places(by_rank))
-        if seen is not None:
-            logits = xp.where(seen, logits, xp.full_like(logits, -math.inf))
-        if lse is not None:
-            return backend.exp_into(logits - xp.where(real(lse) == -math.inf, xp.zeros_like(lse), lse)[..., None]), lse
-        maximum, shift = row_maximum(logits)
-        weights = backend.exp_into(logits - shift[..., None])
-        total = xp.sum(weights, axis=-1)
-        empty = maximum == -math.inf
-        safe = xp.where(empty, xp.ones_like(total), total)
-        weights = weights / safe[..., None]
-        return weights, xp.where(empty, xp.full_like(total, -math.inf), xp.log(safe) + shift)
+            logits = logits + self._with_memory(rows_to_places(backend.matmul(q, xp.matrix_transpose(table))))
+        return logits if seen is None else xp.where(seen, logits, xp.asarray(-math.inf, dtype=logits.dtype))
+
+    def _product(self, weights: Any, values: Any, seen: Any, finite: bool, *, transposed: bool = False) -> Any:
+        """weights (transposed) times values; where these are not finite, nothing passes what is not seen."""
+        if not finite:
+            return attend.product(self.backend, weights, values, seen, transposed=transposed)
+        return self.backend.matmul(self.backend.xp.matrix_transpose(weights) if transposed else weights, values)
 
     def forward(self) -> tuple[Any, Any]:
         """Output (units, w, e) and lse (units, w) of every place in every cluster."""
@@ -219,13 +218,21 @@ class Clusters:
     def _forward_rows(self, units: tuple[int, int], rows: tuple[int, int], k: Any, v: Any) -> tuple[Any, Any]:
         xp, backend, at = self.backend.xp, self.backend, slice(*rows)
         seen = self._visible(units, at)
-        weights, lse = self._weights(self._take(self.sources[0], 0, units, at), k, rows, seen)
+        p = self._logits(self._take(self.sources[0], 0, units, at), k, rows, seen)
+        maximum, shift = row_maximum(p)
+        p -= shift[..., None]
+        p = backend.exp_into(p)
+        total = xp.sum(p, axis=-1)
+        empty = maximum == -math.inf
+        safe = xp.where(empty, xp.ones_like(total), total)
+        lse = xp.where(empty, xp.full_like(total, -math.inf), xp.log(safe) + shift)
         factors = self._factors(units, at)
-        weights = weights if factors is None else weights * factors
-        o = attend.product(backend, weights, v, seen)
+        p = p if factors is None else p * factors
+        o = self._product(p, v, seen, self.finite)
         if self.relative_values is not None:
             table = xp.take(self.relative_values, self._ranks(rows, self.relative_values), axis=0)
-            o = o + backend.matmul(self._by_rank(weights), table)
+            o = o + backend.matmul(self._by_rank(p), table)
+        o /= safe[..., None]
         if self.dead[0] is not None:
             o = xp.where(self.dead[0][units[0] : units[1], at, None], xp.zeros_like(o), o)
         return o, lse
@@ -235,11 +242,15 @@ class Clusters:
         xp = self.backend.xp
         t = self.lengths[side]
         heads, width = self.batch * self.h, x.shape[1]
-        values = xp.reshape(x, (heads, self.c * width, x.shape[-1]))
-        index = xp.reshape(self.positions[side], (heads, self.c * width))
         if not t or not heads:
             return xp.zeros((self.batch, self.h, t, x.shape[-1]), dtype=x.dtype)
-        added = self.backend.segment_add(values, index, t)
+        values = xp.reshape(x, (heads, self.c * width, x.shape[-1]))
+        index = xp.reshape(self.positions[side], (heads, self.c * width))
+
+        def of_head(n: int) -> Any:
+            return self.backend.segment_add(values[n, ...], index[n, ...], t)
+
+        added = xp.stack(self.backend.map(of_head, range(heads), work=4 * math.prod(values.shape)))
         return xp.reshape(added, (self.batch, self.h, t, x.shape[-1]))
 
     def shares(self, eps: float, keep: Any) -> Any:
@@ -265,7 +276,8 @@ class Clusters:
         d_q = xp.zeros((self.units, self.n_q, d), **zeros)
         d_k = xp.zeros((self.units, self._columns(), d), **zeros)
         d_v = xp.zeros((self.units, self._columns(), e), **zeros)
-        sums = {"scale": xp.zeros((), **zeros)}
+        finite = self.finite and _finite(d_flat)
+        sums = {}
         for name, table in (("relative_keys", self.relative_keys), ("relative_values", self.relative_values)):
             if table is not None:
                 sums[name] = xp.zeros_like(table)
@@ -273,10 +285,11 @@ class Clusters:
         def run(units: tuple[int, int]) -> tuple[Any, ...]:
             with backend.quiet():
                 k, v = self._keys(units)
-                rows_k, rows_v = xp.zeros_like(k), xp.zeros_like(v)
+                rows_k: Any = 0.0
+                rows_v: Any = 0.0
                 found = []
                 for rows in self._row_runs(units[1] - units[0]):
-                    d_rows, own_k, own_v, own = self._backward_rows(units, rows, k, v, part, lse, d_flat)
+                    d_rows, own_k, own_v, own = self._backward_rows(units, rows, k, v, part, lse, d_flat, finite)
                     rows_k, rows_v = rows_k + own_k, rows_v + own_v
                     found.append((d_rows, own))
                 return found, rows_k, rows_v
@@ -293,18 +306,32 @@ class Clusters:
             for name, x in (("memory_keys", d_k), ("memory_values", d_v)):
                 sums[name] = xp.sum(xp.reshape(x[:, self.n_k :, :], (*by_cluster, x.shape[-1])), axis=0)
             d_k, d_v = d_k[:, : self.n_k, :], d_v[:, : self.n_k, :]
-        return {"q": self.to_tokens(d_q, 0), "k": self.to_tokens(d_k, 1), "v": self.to_tokens(d_v, 1), **sums}
+        d_q = self.to_tokens(d_q, 0)  # still without scale
+        own = xp.reshape(self.q, d_q.shape)
+        sums["scale"] = xp.sum(xp.where(d_q == 0, xp.zeros_like(d_q), d_q * own))
+        return {"q": d_q * self.scale, "k": self.to_tokens(d_k, 1), "v": self.to_tokens(d_v, 1), **sums}
 
     def _backward_rows(
-        self, units: tuple[int, int], rows: tuple[int, int], k: Any, v: Any, part: Any, lse: Any, d_flat: Any
+        self,
+        units: tuple[int, int],
+        rows: tuple[int, int],
+        k: Any,
+        v: Any,
+        part: Any,
+        lse: Any,
+        d_flat: Any,
+        finite: bool,
     ) -> tuple[Any, Any, Any, dict[str, Any]]:
         xp, backend, at = self.backend.xp, self.backend, slice(*rows)
         seen = self._visible(units, at)
         q, d_o = self._take(self.sources[0], 0, units, at), self._take(d_flat, 0, units, at)
-        weights, _ = self._weights(q, k, rows, seen, lse[slice(*units), at])
+        z = lse[slice(*units), at]
+        weights = self._logits(q, k, rows, seen)
+        weights -= xp.where(real(z) == -math.inf, xp.zeros_like(z), z)[..., None]
+        weights = backend.exp_into(weights)
         factors = self._factors(units, at)
         kept = weights if factors is None else weights * factors
-        d_v = attend.product(backend, kept, d_o, seen, transposed=True)
+        d_v = self._product(kept, d_o, seen, finite, transposed=True)
         d_logits = backend.matmul(d_o, xp.matrix_transpose(v))  # dP
         own = {}
         if self.relative_values is not None:
@@ -315,17 +342,22 @@ class Clusters:
             own["relative_values"] = backend.segment_add(shares, gap, self.relative_values.shape[0])
         if factors is not None:
             d_logits = d_logits * factors
-        delta = xp.sum(d_o * part[slice(*units), at, ...], axis=-1, keepdims=True)
-        d_logits = weights * (d_logits - delta)
-        if seen is not None:
+        d_logits -= xp.sum(d_o * part[slice(*units), at, ...], axis=-1, keepdims=True)  # dP - Delta
+        d_logits *= weights
+        if seen is not None and not finite:
             d_logits = xp.where(seen, d_logits, xp.zeros_like(d_logits))
-        d_q = attend.product(backend, d_logits, k, seen)
-        d_k = attend.product(backend, d_logits, q * self.scale, seen, transposed=True)
+        d_q = self._product(d_logits, k, seen, finite)
+        d_k = self._product(d_logits, q, seen, finite, transposed=True)
         if self.relative_keys is not None:
             gap = self._ranks(rows, self.relative_keys)
             by_rank = self._by_rank(d_logits)
             d_q = d_q + backend.matmul(by_rank, xp.take(self.relative_keys, gap, axis=0))
-            shares = einsum("arp,ard->pd", by_rank, q * self.scale)
+            shares = einsum("arp,ard->pd", by_rank, q)
             own["relative_keys"] = backend.segment_add(shares, gap, self.relative_keys.shape[0])
-        own["scale"] = xp.sum(xp.where(d_q == 0, xp.zeros_like(d_q), d_q * q))
-        return d_q * self.scale, d_k, d_v, own
+        return d_q, d_k, d_v, own
+
+
+def _finite(x: Any) -> bool:
+    """Whether no entry is NaN or infinite (a sum that overflows says no as well): one pass, no array."""
+    xp = namespace(x)
+    return bool(xp.isfinite(xp.sum(x)))

@@ -33,24 +33,20 @@ def nearest_centroid(x: Any, centroids: Any) -> Any:
 
 
 class Routed:
-    """What meets the centroids: x (b, h, t, d) normalised and projected, or the array of the logits projected."""
+    """What meets the centroids: an array (b, h, t, d) after its normalisation and projection."""
 
-    def __init__(self, x: Any, normal: Any, keep: Any, kind: str | None, projection: Any) -> None:
-        self.own = kind != "same"
-        self.kind, self.keep, self.projection = kind, keep, projection
-        self.normal, self.factor = normalise(x, kind) if self.own else (normal, None)
-        self.x = self.normal if projection is None else einsum("bhtd,df->bhtf", self.normal, projection)
-        self.gap: Any = None  # x - nearest centroid, 0 for masked tokens
+    def __init__(self, x: Any, keep: Any, projection: Any) -> None:
+        self.keep, self.projection = keep, projection
+        self.x = x if projection is None else einsum("bhtd,df->bhtf", x, projection)
+        self.centroids: Any = None
+        self.nearest: Any = None  # (b, h, t): index of the nearest centroid
 
-    def _by_head(self, function: Any, backend: Any, work: int) -> Any:
-        """function(b, h) of every head, stacked to (b, h, ...)."""
-        xp = backend.xp
+    def _by_head(self, function: Any, backend: Any, work: int) -> list[Any]:
+        """function(b, h) of every head."""
         b, h = self.x.shape[:2]
-        found = backend.map(lambda n: function(*divmod(n, h)), range(b * h), work=work)
-        stacked = xp.stack(found)
-        return xp.reshape(stacked, (b, h, *stacked.shape[1:]))
+        return backend.map(lambda n: function(*divmod(n, h)), range(b * h), work=work)
 
-    def members(self, centroids: Any, width: int, keep: Any, backend: Any) -> Any:
+    def members(self, centroids: Any, width: int, backend: Any) -> Any:
         """Positions of the tokens with the largest products, int64 (b, h, c, w): in rising order, -1 for none last."""
         xp = backend.xp
         b, h, t, _ = self.x.shape
@@ -60,35 +56,46 @@ class Routed:
 
         def of_head(b: int, g: int) -> Any:
             scores = einsum("cd,td->ct", real(centroids)[g, ...], real(self.x)[b, g, ...])
-            if keep is not None:
-                scores = xp.where(keep[b, ...], scores, xp.full_like(scores, -math.inf))
+            if self.keep is not None:
+                scores = xp.where(self.keep[b, ...], scores, xp.full_like(scores, -math.inf))
             found = xp.astype(backend.largest(scores, width), xp.int64)
-            if keep is None:
+            if self.keep is None:
                 return found
-            alive = xp.reshape(xp.take(keep[b, 0, ...], xp.reshape(found, (-1,))), found.shape)
+            alive = xp.reshape(xp.take(self.keep[b, 0, ...], xp.reshape(found, (-1,))), found.shape)
             found = xp.sort(xp.where(alive, found, xp.full_like(found, t)), axis=-1)
             return xp.where(found == t, xp.full_like(found, -1), found)
 
-        return self._by_head(of_head, backend, 8 * b * h * t * c)
+        found = xp.stack(self._by_head(of_head, backend, 8 * b * h * t * c))
+        return xp.reshape(found, (b, h, c, width))
 
-    def measure(self, centroids: Any, backend: Any) -> int:
-        """The distances to the nearest centroids; returns how many tokens they belong to."""
+    def loss(self, centroids: Any, backend: Any) -> tuple[Any, int]:
+        """The sum of squared distances to the nearest centroids, and how many tokens it is over."""
         xp = backend.xp
         b, h, t, _ = self.x.shape
+        self.centroids = centroids
         if 0 in (b, h, t):
-            self.gap = self.x
-            return 0
+            return xp.sum(self.x), 0
 
-        def of_head(b: int, g: int) -> Any:
-            own = self.x[b, g, ...]
-            gap = own - xp.take(centroids[g, ...], nearest_centroid(own, centroids[g, ...]), axis=0)
-            return gap if self.keep is None else xp.where(self.keep[b, 0, :, None], gap, xp.zeros_like(gap))
+        def of_head(b: int, g: int) -> tuple[Any, Any]:
+            nearest = nearest_centroid(self.x[b, g, ...], centroids[g, ...])
+            gap = self._gap(b, g, nearest)
+            return nearest, xp.sum(gap * gap)
 
-        self.gap = self._by_head(of_head, backend, 2 * b * h * t * centroids.shape[-2])
-        return b * h * t if self.keep is None else h * int(xp.count_nonzero(self.keep))
+        found = self._by_head(of_head, backend, 2 * b * h * t * centroids.shape[-2])
+        self.nearest = [nearest for nearest, _ in found]
+        return sum(x for _, x in found), b * h * t if self.keep is None else h * int(xp.count_nonzero(self.keep))
 
-    def backward(self, factor: Any) -> tuple[Any, Any]:
-        """Cotangents of the array of the logits and of x, from gap * factor: one of them is 0."""
-        d_x = self.gap * factor
-        d_x = d_x if self.projection is None else einsum("bhtf,df->bhtd", d_x, self.projection)
-        return (0.0, normalise_backward(self.normal, self.factor, self.kind, d_x)) if self.own else (d_x, 0.0)
+    def _gap(self, b: int, g: int, nearest: Any) -> Any:
+        """x - nearest centroid (t, d), 0 for masked tokens."""
+        xp = namespace(self.x)
+        gap = self.x[b, g, ...] - xp.take(self.centroids[g, ...], nearest, axis=0)
+        return gap if self.keep is None else xp.where(self.keep[b, 0, :, None], gap, xp.zeros_like(gap))
+
+    def backward(self, factor: Any) -> Any:
+        """Cotangent of the array that was given: factor (x - nearest centroid), back through the projection."""
+        if self.nearest is None:
+            return namespace(self.x).zeros_like(self.x)
+        h = self.x.shape[1]
+        gaps = [self._gap(*divmod(n, h), nearest) * factor for n, nearest in enumerate(self.nearest)]
+        d_x = namespace(self.x).reshape(namespace(self.x).stack(gaps), self.x.shape)
+        return d_x if self.projection is None else einsum("bhtf,df->bhtd", d_x, self.projection)
