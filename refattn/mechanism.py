@@ -293,6 +293,9 @@ class Mechanism(Function):
     probe_options: Sequence[Mapping[str, Any]] = ()
     """Option sets that the verifier probes beside the general ones; see ``refattn.verification.probes``."""
 
+    margin: Callable[[dict[str, Any]], float] | None = None
+    """For mechanisms that choose: how far the closest choice of a call is from another one, relative to what is compared."""
+
     def __init__(
         self,
         forward: Callable[..., Any],

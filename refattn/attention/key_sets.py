@@ -43,26 +43,28 @@ def sparse_keys(
     variant: str,
 ) -> np.ndarray:
     """Sparse Transformer attention, bool (h, t, t)."""
-    seen = np.zeros((h, t, t), dtype=bool)
     offsets = np.broadcast_to(0 if summary_offsets is None else np.asarray(summary_offsets), (h,))
+    alike: dict[tuple[bool, bool, int], np.ndarray] = {}  # heads of one kind see the same keys
+    kinds = []
     for n in range(h):
         first = (
             heads in ("merged", "first") or (heads == "split" and 2 * n < h) or (layer is not None and layer % 2 == 0)
         )
-        second = heads == "merged" or not first
+        kinds.append((first, heads == "merged" or not first, stride - int(offsets[n])))
+    for first, second, last in set(kinds):
+        seen = np.zeros((t, t), dtype=bool)
         for i in range(t):
-            keys: set[int] = set()
             if first and pattern == "strided":
-                keys |= set(range(max(0, i - stride + (variant == "code")), i + 1))
+                seen[i, max(0, i - stride + (variant == "code")) : i + 1] = True
             if first and pattern == "fixed":
-                keys |= set(range(i - i % stride, i + 1))
+                seen[i, i - i % stride : i + 1] = True
             if second and pattern == "strided":
-                keys |= set(range(i, -1, -stride))
+                seen[i, i % stride : i + 1 : stride] = True
             if second and pattern == "fixed":
-                last = stride - int(offsets[n])
-                keys |= {j for j in range(i + 1) if last - int(summary or 0) <= j % stride < last}
-            seen[n, i, list(keys)] = True
-    return seen
+                for residue in range(last - int(summary or 0), last):
+                    seen[i, residue : i + 1 : stride] = True
+        alike[first, second, last] = seen
+    return np.stack([alike[kind] for kind in kinds]) if kinds else np.zeros((0, t, t), dtype=bool)
 
 
 def largest_keys(q: np.ndarray, k: np.ndarray, v: np.ndarray, count: int, shared: Arguments) -> np.ndarray:

@@ -262,3 +262,17 @@ local_attention = mechanism(
     differentiable=("q", "k", "v", *options.DIFFERENTIABLE),
     outputs=("output", "lse"),
 )
+
+local_attention.probe_options = (
+    {
+        "t": 29,
+        "block": 4,
+        "look_backward": 2,
+        "look_forward": 1,
+        "says": "whole blocks on both sides, the last one short",
+    },
+    {"t": 31, "block": 5, "causal": True, "says": "causal blocks that look back by one"},
+    {"t": 30, "block": 4, "look_backward": 2, "look_forward": 1, "exact": True, "says": "distances on both sides"},
+    {"t": 26, "block": 3, "exact": True, "causal": True, "says": "distances, causal"},
+    {"t": 9, "block": 16, "says": "a sequence shorter than a block"},
+)

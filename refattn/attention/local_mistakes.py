@@ -57,36 +57,49 @@ def _off_by_one(more: int) -> Callable[..., np.ndarray | None]:
     return sets
 
 
+def _in_either_form(class_: str, says: str, sets: Callable[..., np.ndarray | None]) -> tuple[Mutation, ...]:
+    """A mistake made with blocks, and the same one made with distances: a kernel may make just one of them."""
+
+    def only(form: bool) -> Callable[..., np.ndarray | None]:
+        return lambda t, block, behind, ahead, exact, right: (
+            sets(t, block, behind, ahead, exact, right) if bool(exact) is form else None
+        )
+
+    return tuple(
+        _other_sets(class_, f"{says} ({name})", only(form)) for form, name in ((False, "blocks"), (True, "distances"))
+    )
+
+
 local_mutations: tuple[Mutation, ...] = (
-    _other_sets("local_wrap", "the first blocks see the last ones, and the other way round", _wrapped),
-    _other_sets("local_bounds", "the window sees one key, or one block, too many to the left", _off_by_one(1)),
-    _other_sets("local_bounds", "the window sees one key, or one block, too few to the left", _off_by_one(-1)),
-    _other_sets(
+    *_in_either_form("local_wrap", "the first blocks see the last ones, and the other way round", _wrapped),
+    *_in_either_form("local_bounds", "the window sees one key, or one block, too many to the left", _off_by_one(1)),
+    *_in_either_form("local_bounds", "the window sees one key, or one block, too few to the left", _off_by_one(-1)),
+    *_in_either_form(
         "local_bounds",
         "look_backward and look_forward are exchanged",
         lambda t, block, behind, ahead, exact, right: near_keys(t, block, ahead, behind, exact),
     ),
-    _other_sets(
+    *_in_either_form(
         "local_blocks_for_distance",
         "whole blocks are seen where distances count, or distances where blocks count",
         lambda t, block, behind, ahead, exact, right: near_keys(t, block, behind, ahead, not exact),
     ),
-    _other_sets(
+    *_in_either_form(
         "local_own_block_only",
         "the neighbouring blocks are not seen",
         lambda t, block, behind, ahead, exact, right: near_keys(t, block, 0, 0, False) & right,
     ),
-    _other_sets(
+    *_in_either_form(
         "local_own_block_causal",
         "the own block hides its future, without causal",
         lambda t, block, behind, ahead, exact, right: np.tril(right),
     ),
-    _other_sets(
+    *_in_either_form(
         "local_tail_dropped",
         "positions beyond the last full block are seen by nobody",
         lambda t, block, behind, ahead, exact, right: right & (np.arange(t) < t // block * block),
     ),
-    _other_sets(
+    *_in_either_form(
         "local_first_block_empty",
         "blocks without a full look-back see only themselves",
         lambda t, block, behind, ahead, exact, right: (

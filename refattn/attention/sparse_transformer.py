@@ -455,3 +455,17 @@ sparse_transformer_attention = mechanism(
     differentiable=("q", "k", "v", *options.DIFFERENTIABLE),
     outputs=("output", "lse"),
 )
+
+sparse_transformer_attention.probe_options = (
+    {"t": 29, "stride": 5, "heads": "merged", "says": "merged heads: the key that both parts hold counts once"},
+    {"t": 30, "stride": 5, "heads": "first", "says": "the run of stride + 1 keys alone"},
+    {"t": 30, "stride": 5, "heads": "first", "variant": "code", "says": "the run of stride keys of the released code"},
+    {"t": 31, "stride": 5, "heads": "second", "says": "the multiples of the stride alone"},
+    {"t": 17, "h": 3, "stride": 4, "heads": "interleaved", "layer": 1, "says": "an odd layer: the second part"},
+    {"t": 29, "stride": 6, "pattern": "fixed", "summary": 2, "says": "fixed, heads split between the parts"},
+    {
+        "t": 31, "h": 3, "stride": 6, "pattern": "fixed", "summary": 2, "heads": "merged", "summary_offsets": np.array([0, 2, 4]),
+        "says": "fixed, merged, each head with summary columns of its own",
+    },
+    {"t": 28, "stride": 6, "pattern": "fixed", "summary": 2, "heads": "second", "says": "summary columns alone"},
+)  # fmt: skip

@@ -129,8 +129,8 @@ def _exchanged(chosen: dict[str, Any], right: np.ndarray) -> np.ndarray | None:
     return np.where(np.all(right == first, axis=(-2, -1))[:, None, None], second, first)
 
 
-def _two_softmaxes(weighted: bool) -> Mutation:
-    """A merged head as the mean of two softmaxes, or as their sum over the multiset."""
+def _two_softmaxes(says: str, *, counted_twice: bool, whole_lse: bool) -> Mutation:
+    """A merged head as two softmaxes: their mean, or merged as if the parts had no key in common."""
 
     def forward(arguments: dict[str, Any]) -> Result | None:
         chosen = _chosen(arguments)
@@ -143,14 +143,13 @@ def _two_softmaxes(weighted: bool) -> Mutation:
             ]
             right = Steps(_as_dense(arguments)).forward()
             lse = np.logaddexp(*(p.lse for p in parts))
-            shares = [np.exp(p.lse - lse) if weighted else np.full(p.lse.shape, 0.5) for p in parts]
+            shares = [np.exp(p.lse - lse) if counted_twice else np.full(p.lse.shape, 0.5) for p in parts]
             shares = [np.where(np.isneginf(lse), 0.0, share)[..., None] for share in shares]
             output = sum(share * p.output for share, p in zip(shares, parts, strict=True))
         if np.allclose(output, right.output, rtol=1e-9, atol=1e-12, equal_nan=True):
             return None
-        return Result(output=output, lse=lse)
+        return Result(output=output, lse=right.lse if whole_lse else lse)
 
-    says = "the key that both parts hold is counted twice" if weighted else "a merged head is the mean of two softmaxes"
     return Mutation("sparse_union_mean", says, forward=forward)
 
 
@@ -162,8 +161,13 @@ sparse_mutations: tuple[Mutation, ...] = (
     ),
     _other_sets("sparse_local_off1", "the farthest key of the run is missing", _only("strided", _shorter_run)),
     _other_sets("sparse_stride_absolute", "the multiples are those of the position", _only("strided", _absolute)),
-    _two_softmaxes(False),
-    _two_softmaxes(True),
+    _two_softmaxes("a merged head is the mean of two softmaxes", counted_twice=False, whole_lse=True),
+    _two_softmaxes(
+        "a merged head is the mean of two softmaxes, and its lse that of both together",
+        counted_twice=False,
+        whole_lse=False,
+    ),
+    _two_softmaxes("the key that both parts hold is counted twice", counted_twice=True, whole_lse=False),
     _other_sets("sparse_summary_columns", "the summary columns begin each block", _only("fixed", _first_columns)),
     _other_sets(
         "sparse_summary_columns",

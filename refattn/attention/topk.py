@@ -33,7 +33,7 @@ from refattn import cost as costs
 from refattn.arrays import device, is_array, is_integer, require_integer, require_one_of, to_namespace, to_numpy
 from refattn.attention.dense_definition import definition as dense_definition
 from refattn.attention.key_sets import as_mask, largest_keys, with_keys
-from refattn.attention.topk_mistakes import topk_mutations
+from refattn.attention.topk_mistakes import margin, topk_mutations
 from refattn.blocking import Maker
 from refattn.mechanism import mechanism
 from refattn.records import Block, Cost, Result
@@ -303,15 +303,29 @@ def example(
     k: int = 7,
     d: int = 4,
     e: int = 3,
+    n: int | None = None,
     count: int | None = 3,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Normal q (b,h,q,d), k (b,h,k,d), v (b,h,k,e); options are passed through.  count: no more than k; None with indices."""
+    """Normal q (b,h,q,d), k (b,h,k,d), v (b,h,k,e); options are passed through.  count: no more than k; left out with indices.
+
+    n: q and k are small whole numbers and only n keys differ, so that there are ties, exact in any order of summation.
+    """
     normal = rng.standard_normal
     arrays = {"q": normal((b, h, q, d)), "k": normal((b, h, k, d)), "v": normal((b, h, k, e))}
+    if n is not None:
+        arrays["q"], distinct = (rng.integers(-2, 3, size).astype(float) for size in ((b, h, q, d), (b, h, n, d)))
+        arrays["k"] = distinct[..., np.arange(k) % n, :]
     if "indices" in settings:
         return {**arrays, **settings}
     return {**arrays, "count": min(count or 1, k), **settings}
+
+
+def _example_indices(n_q: int, n_k: int) -> np.ndarray:
+    """(q, 4): keys of different spacing, the third missing in every other row."""
+    i = np.arange(n_q)[:, None]
+    found = (5 * i + np.array([7, 0, 3, 11])) % n_k
+    return np.where((np.arange(4) == 2) & (i % 2 == 1), -1, found)
 
 
 topk_attention = mechanism(
@@ -335,3 +349,26 @@ topk_attention = mechanism(
     differentiable=("q", "k", "v", *options.DIFFERENTIABLE),
     outputs=("output", "lse"),
 )
+
+topk_attention.probe_options = (
+    {"q": 13, "k": 29, "count": 1, "says": "one key for each query: weights of 1"},
+    {"q": 11, "k": 23, "count": 23, "says": "all keys: plain attention"},
+    {
+        "q": 19,
+        "k": 19,
+        "count": 4,
+        "causal": True,
+        "align": "lower_right",
+        "says": "rows that see fewer keys than count",
+    },
+    {
+        "q": 12,
+        "k": 27,
+        "d": 4,
+        "n": 5,
+        "count": 8,
+        "says": "every key stands several times: ties go to the lower index",
+    },
+    {"q": 9, "k": 17, "indices": _example_indices(9, 17), "says": "keys given, in no order, -1 = none"},
+)
+topk_attention.margin = margin

@@ -1,5 +1,6 @@
-"""The ways people get exact top-k attention wrong."""
+"""The ways people get exact top-k attention wrong, and how close a choice is."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,10 +9,19 @@ import numpy as np
 from refattn import patterns
 from refattn.attention.dense_mistakes import mutations_for
 from refattn.attention.dense_steps import Steps
-from refattn.attention.key_sets import as_mask, largest_keys, with_keys
+from refattn.attention.key_sets import as_mask, with_keys
 from refattn.records import Mutation, Result
 
-__all__ = ["topk_mutations"]
+__all__ = ["margin", "topk_mutations"]
+
+
+def _logits(arguments: dict[str, Any]) -> np.ndarray:
+    """(..., h, q, k) as they meet visibility; -inf where nothing is seen, inf for NaN."""
+    steps = Steps({**{n: arguments[n] for n in "qkv"}, **_shared(arguments)})
+    with np.errstate(all="ignore"):
+        steps.forward()
+    logits = np.where(steps.seen & steps.real, steps.logits, -np.inf)
+    return np.where(np.isnan(logits), np.inf, logits)
 
 
 def _chosen(arguments: dict[str, Any]) -> np.ndarray:
@@ -20,8 +30,25 @@ def _chosen(arguments: dict[str, Any]) -> np.ndarray:
         lead = np.broadcast_shapes(*(np.shape(arguments[n])[:-3] for n in "qkv"))
         own = np.asarray(arguments["indices"])
         return np.broadcast_to(own, (*lead, *np.shape(arguments["q"])[-3:-1], own.shape[-1]))
-    q, k, v = (np.asarray(arguments[n], dtype=np.float64) for n in "qkv")
-    return largest_keys(q, k, v, arguments["count"], _shared(arguments))
+    logits = _logits(arguments)
+    order = np.argsort(-logits, axis=-1, kind="stable")[..., : arguments["count"]]
+    return np.where(np.take_along_axis(logits, order, axis=-1) == -np.inf, -1, order)
+
+
+def margin(arguments: dict[str, Any]) -> float:
+    """Distance of the last chosen logit from the first one left out, relative to the largest of the row; least of all rows.
+
+    Whole numbers in q and k make products that are exact in any order, so that equal ones are equal everywhere: no limit.
+    """
+    whole = all(np.all(arguments[n] == np.round(arguments[n])) for n in "qk")
+    count = arguments.get("count")
+    if count is None or whole or count == np.shape(arguments["k"])[-2]:
+        return math.inf
+    logits = -np.sort(-_logits(arguments), axis=-1)
+    size = np.max(np.where(np.isfinite(logits), np.abs(logits), 0), axis=-1, initial=0.0)
+    with np.errstate(invalid="ignore"):
+        gaps = (logits[..., count - 1] - logits[..., count]) / np.where(size > 0, size, 1)
+    return float(np.min(np.where(np.isneginf(logits[..., count]), math.inf, gaps), initial=math.inf))
 
 
 def _shared(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -129,10 +156,7 @@ def _threshold(arguments: dict[str, Any], right: np.ndarray) -> Any:
     if arguments.get("count") is None:
         return None
     n_k = np.shape(arguments["k"])[-2]
-    every = _searched(arguments, count=n_k)
-    steps = Steps(_as_dense(arguments, every))
-    steps.forward()
-    logits = np.where(as_mask(every, n_k), steps.logits, -np.inf)
+    logits = _logits(arguments)
     smallest = np.where(as_mask(right, n_k), logits, np.inf).min(-1, keepdims=True)
     kept = logits >= smallest
     extra = {**{n: arguments[n] for n in "qkv"}, **_shared(arguments)}

@@ -385,3 +385,19 @@ def test_a_mistake_that_changes_nothing_is_not_offered():
     for mutation in attention.mutations:
         if mutation.class_.startswith("topk_") and mutation.class_ != "topk_count" and mutation.forward is not None:
             assert mutation.forward(arguments) is None, mutation.says
+
+
+def test_how_close_a_choice_is():
+    """Logits 4, 3.5, 1 at count 2: 2.5 of 4; a masked row sees no more than it chooses; whole numbers have no limit."""
+    q, k, v = np.array([[[0.5]]]), np.array([[[2.0], [8.0], [7.0]]]), np.zeros((1, 3, 1))
+    arguments = {"q": q, "k": k, "v": v, "count": 2, "scale": 1.0}
+    assert attention.margin(arguments) == 2.5 / 4
+    assert attention.margin({**arguments, "mask": np.array([[True, True, False]])}) == np.inf
+    assert attention.margin({**arguments, "count": 3}) == np.inf
+    assert (
+        attention.margin({**arguments, "k": np.array([[[2.0], [8.0], [2.0]]]), "bias": np.array([[0.0, 0.1, 0.0]])})
+        == 0.0
+    )
+    assert attention.margin(attention.example(rng(), n=2, count=3)) == np.inf
+    tied = attention.example(rng(3), n=2, k=6, count=6)
+    assert all(np.array_equal(tied["k"][..., j, :], tied["k"][..., j + 2, :]) for j in range(4))
