@@ -103,8 +103,7 @@ class _Call:
             return meets
         if kind == "trax1":
             return meets / (counted + 1e-9)
-        earlier = np.cumsum(meets, axis=0) - meets
-        return np.where((meets > 0) & (earlier == 0), 1.0, 0.0)
+        return meets / np.maximum(np.sum(meets, axis=0), 1)  # most code spreads a pair over the rounds that show it
 
     def copies(self, at: tuple[int, ...], numbers: np.ndarray) -> np.ndarray:
         rank = np.argsort(self.order(numbers), axis=-1)
