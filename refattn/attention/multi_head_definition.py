@@ -82,7 +82,7 @@ def with_extra_keys(
     shared: dict[str, Any],
 ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
     """k and v with the extra and the zero key as ordinary ones, and the shared options in which nothing but a cap touches them."""
-    rows = [] if extra_key is None else [(extra_key, extra_value)]
+    rows: list[Any] = [] if extra_key is None else [(extra_key, extra_value)]
     rows += [(np.zeros((k.shape[-3], k.shape[-1])), np.zeros((v.shape[-3], v.shape[-1])))] * bool(zero_attention)
     if not rows:
         return k, v, shared

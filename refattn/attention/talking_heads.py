@@ -136,6 +136,10 @@ def forward(
         "query_weights": query_weights,
         "key_weights": key_weights,
     }
+    if backend.fused:
+        raise ValueError(
+            f"backend {backend.name!r} does not serve talking_heads_attention: its kernels do not mix heads"
+        )
     call = _call(q, k, v, parts, shared, backend, algorithm)
     xp, problem = backend.xp, call.prepared.problem
     b, _, h, n_q, _ = problem.q.shape

@@ -104,5 +104,9 @@ def _softmax(logits: np.ndarray, *, score_mod: Any = None, **shared: Any) -> Res
     def given(_: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return flat[b, h, i, j] if score_mod is None else score_mod(flat[b, h, i, j], b, h, i, j)
 
-    nothing = {"q": np.zeros((*lead, h, q, 1)), "k": np.zeros((*lead, 1, k, 1)), "v": np.zeros((*lead, 1, k, 0))}
+    nothing: dict[str, Any] = {
+        "q": np.zeros((*lead, h, q, 1)),
+        "k": np.zeros((*lead, 1, k, 1)),
+        "v": np.zeros((*lead, 1, k, 0)),
+    }
     return dense_definition.definition(**nothing, **{**shared, "scale": 1.0, "score_mod": given, "keep_weights": True})

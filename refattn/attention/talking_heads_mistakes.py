@@ -116,12 +116,11 @@ class Talking:
     def weight_cotangents(self, cotangents: Arguments) -> Arguments:
         """Cotangents of the softmax's results."""
         found = {"lse": cotangents.get("lse")}
-        if cotangents.get("output") is not None:
-            self.d_output = np.asarray(cotangents["output"], dtype=np.float64)
+        self.d_output: Any = cotangents.get("output")
+        if self.d_output is not None:
+            self.d_output = np.asarray(self.d_output, dtype=np.float64)
             self.d_mixed = self.d_output @ transpose(self.v)
             found["output"] = np.einsum("...yqk,...hyqk->...hqk", self.d_mixed, self.behind)
-        else:
-            self.d_output, self.d_mixed = None, None
         return {n: d for n, d in found.items() if d is not None}
 
     def pull(self, d: Arguments) -> dict[str, np.ndarray]:

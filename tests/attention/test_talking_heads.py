@@ -349,6 +349,7 @@ BAD = {
     "align": ({"causal": True}, ValueError, "align is missing"),
     "sinks": ({"sinks": np.zeros(H)}, TypeError, "talking_heads_attention has no option 'sinks'"),
     "head_map": ({"head_map": "tile"}, TypeError, "talking_heads_attention has no option 'head_map'"),
+    "fused": ({"backend": "numba"}, ValueError, "'numba' does not serve talking_heads_attention"),
     "integers": ({"logits_projection": np.ones((X, H), int)}, TypeError, "logits_projection has dtype int64"),
 }  # fmt: skip
 
