@@ -51,7 +51,7 @@ def adaptive_span() -> Iterator[tuple[str, str, str]]:
 
 
 SECTIONS = {
-    "Memory of BERT base (a survey of long-range attention)": bert_memory,
+    "Memory of BERT base (May 2020, A Survey of Long-Term Context in Transformers)": bert_memory,
     "Talking-Heads attention (Shazeer et al. 2020)": talking_heads,
     "Adaptive attention span (Sukhbaatar et al. 2019)": adaptive_span,
 }

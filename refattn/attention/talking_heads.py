@@ -26,7 +26,7 @@ The blocks are walked twice, forward and backward: mixing heads inside the softm
 the row sums of weights times their cotangents, which softmax attention reads off d_output and output, exist here only summed
 over all heads.  The first walk gives the lse of every softmax head, or these row sums; memory stays linear in the length.
 
-Source: Shazeer, Lan, Cheng, Ding, Hou 2020, arXiv:2003.02436, sections 3 and 4 (dynamic projections: section 6.1 of its appendix).
+Source: Shazeer, Lan, Cheng, Ding, Hou 2020, "Talking-Heads Attention", arXiv:2003.02436 (with its dynamic projections).
 """
 
 import dataclasses
