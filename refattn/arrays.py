@@ -34,7 +34,7 @@ __all__ = [
     "to_numpy",
 ]
 
-_HALF = ("float16", "bfloat16")
+_HALF = ("float16", "bfloat16", "float8")
 
 
 def is_array(x: Any) -> bool:
@@ -55,6 +55,11 @@ def namespace(*arrays: Any) -> Any:
         raise TypeError(f"no array among the arguments, only {[type(a).__name__ for a in arrays]}")
     if all(type(a) is np.ndarray or isinstance(a, np.generic) for a in found):
         return np
+    for a in found:
+        if isinstance(a, (np.ma.MaskedArray, np.matrix)):
+            raise TypeError(
+                f"a {type(a).__name__} is no plain array: its products mean something else; pass numpy.asarray(x)"
+            )
     try:
         return array_api_compat.array_namespace(*found)
     except TypeError:
@@ -81,7 +86,8 @@ def dtype_name(dtype: Any) -> str:
 
 
 def is_half(dtype: Any) -> bool:
-    return dtype_name(dtype) in _HALF
+    """Whether a floating dtype has 16 bits or fewer, so that arithmetic is done in float32."""
+    return dtype_name(dtype).startswith(_HALF)
 
 
 def is_real_floating(dtype: Any) -> bool:

@@ -138,8 +138,9 @@ class Function:
             bound[key] = value
         for key, parameter in self._signature.parameters.items():
             required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-            if required and key not in bound and key in self._options:
-                raise TypeError(f"{self.name}: the argument {key!r} is missing")
+            if required and bound.get(key) is None and key in self._options:
+                state = "None" if key in bound else "missing"
+                raise TypeError(f"{self.name}: the argument {key!r} is {state}")
         return bound
 
 

@@ -7,8 +7,8 @@ and the :class:`Prepared` it returns lays results and gradients out as the calle
 """
 
 import dataclasses
-import functools
 import difflib
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -497,6 +497,15 @@ def _visibility(
         missing = "query_segments" if options["query_segments"] is None else "key_segments"
         raise TypeError(f"{missing} is missing: segments are given for queries and keys together")
     if options["query_segments"] is not None:
+        for name, length in (("query_segments", n_q), ("key_segments", n_k)):
+            ids = options[name]
+            if not is_array(ids) or not is_integer(ids.dtype) or ids.ndim < 1 or ids.shape[-1] != length:
+                found = (
+                    f"has dtype {ids.dtype} and shape {tuple(ids.shape)}"
+                    if is_array(ids)
+                    else f"is a {type(ids).__name__}"
+                )
+                raise TypeError(f"{name} {found}: expected ints (..., {length})")
         parts.append(patterns.documents(options["query_segments"], options["key_segments"]))
     if options["mask"] is not None:
         mask = options["mask"]
@@ -535,9 +544,9 @@ def _dropout(options: dict[str, Any], spread: Callable[[str, Any], Any]) -> tupl
 
 
 def require_scalar(name: str, value: Any) -> None:
-    """Reject what is neither a number nor an array of one element."""
+    """Reject what is neither a number nor a 0-d array."""
     if is_array(value):
-        if math.prod(value.shape) != 1:
+        if value.ndim:
             raise ValueError(f"{name} has shape {tuple(value.shape)}: expected a number")
     elif isinstance(value, bool) or not isinstance(value, (int, float, complex)):
         raise TypeError(f"{name} is {value!r}: expected a number")

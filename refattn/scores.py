@@ -179,6 +179,13 @@ class ScoreMod(Term):
         b, h = view.numbers()
         i, j = view.positions()
         changed = self.function(logits + 0, b, h, i, j)
+        shape = tuple(getattr(changed, "shape", ("a", type(changed).__name__)))
+        if len(shape) > logits.ndim or any(
+            m not in (1, n) for m, n in zip(shape[::-1], logits.shape[::-1], strict=False)
+        ):
+            raise ValueError(
+                f"score_mod returned {shape} for logits of shape {tuple(logits.shape)}: expected that shape"
+            )
         slope = self._slope(logits, (b, h, i, j)) if view.gradient else None
         changed = xp.broadcast_to(changed, logits.shape) + 0  # the core goes on in place
         if changed.dtype != logits.dtype:

@@ -79,7 +79,8 @@ TOGETHER = {
     "causal": True, "align": "lower_right", "window": (3, None), "key_lengths": [5, 4], "query_lengths": [3, 2],
     "query_segments": np.zeros((B, Q), int), "key_segments": np.array([0, 0, 1, 0, 0]), "scale": 0.6, "softcap": 1.7,
     "alibi_slopes": rng(3).random(H), "sinks": rng(4).standard_normal((H, 2)), "dropout_rate": 0.25,
-    "dropout_mask": rng(5).random((B, H, Q, K)) < 0.75, "score_mod": with_derivative, "pattern": ~patterns.dense(np.eye(Q, K, 2, dtype=bool)),
+    "dropout_mask": rng(5).random((B, H, Q, K)) < 0.75, "score_mod": with_derivative,
+    "pattern": ~patterns.dense(np.eye(Q, K, 2, dtype=bool)),
 }  # fmt: skip
 OPTIONS["together"] = TOGETHER
 OPTIONS["together_after"] = {**TOGETHER, "softcap_after_bias": True, "lse_includes_sinks": False, "head_map": "tile"}
@@ -285,6 +286,16 @@ BAD = {
     "alibi_align": ({"alibi_slopes": np.ones(H)}, ValueError, "(?s)upper_left.*lower_right"),
     "negative_window": ({"window": (-1, 0), "align": 0}, ValueError, "left is -1"),
     "align": ({"causal": True, "align": "bottom"}, ValueError, "align is 'bottom'"),
+    "none": ({"q": None}, TypeError, "the argument 'q' is None"),
+    "masked_array": ({"k": np.ma.array(np.zeros((B, G, K, D)))}, TypeError, "MaskedArray is no plain array"),
+    "scale_vector": ({"scale": np.ones(1)}, ValueError, r"scale has shape \(1,\): expected a number"),
+    "segment_dtype": (
+        {"query_segments": np.zeros(Q), "key_segments": np.zeros(K, int)},
+        TypeError,
+        "query_segments has dtype float64",
+    ),
+    "score_mod_shape": ({"score_mod": lambda s, b, h, i, j: np.ones(4)}, ValueError, r"score_mod returned \(4,\)"),
+    "score_mod_number": ({"score_mod": lambda s, b, h, i, j: "x"}, ValueError, "score_mod returned"),
     "unknown": ({"cuasal": True}, TypeError, "no option 'cuasal'; did you mean 'causal'"),
     "backend": ({"backend": "numpi"}, ValueError, "did you mean 'numpy'"),
     "integers": ({"q": np.zeros((B, H, Q, D), int)}, TypeError, "q has dtype int64"),
