@@ -104,8 +104,16 @@ def verifications(left: Callable[[], float]) -> list[dict[str, Any]]:
     expected |= dict.fromkeys(sorted((REPOSITORY / "examples" / "broken").glob("*.py")), 1)
     found = []
     for path, status in expected.items():
-        target = f"{path.relative_to(REPOSITORY)}:attention"
-        command = [str(Path(sys.executable).with_name("refattn")), "verify", target, "--mechanism", MECHANISM]
+        file = path.relative_to(REPOSITORY)
+        command = [
+            str(Path(sys.executable).with_name("refattn")),
+            "verify",
+            f"{file}:attention",
+            "--mechanism",
+            MECHANISM,
+        ]
+        if "def attention_backward(" in path.read_text(encoding="utf-8"):
+            command += ["--gradients", "--backward", f"{file}:attention_backward"]
         result = run(command, min(60, left()))
         found.append({**result, "ok": result["status"] == status})
     return found
