@@ -2,7 +2,9 @@
 
 from refattn.attention.adaptive_span import adaptive_span_attention, span_penalty
 from refattn.attention.compressive import compressive_attention
+from refattn.attention.efficient import efficient_attention
 from refattn.attention.linear import linear_attention
+from refattn.attention.linformer import linformer_attention
 from refattn.attention.local import local_attention
 from refattn.attention.lsh import lsh_attention
 from refattn.attention.multi_head import multi_head_attention
@@ -16,7 +18,9 @@ from refattn.attention.transformer_xl import transformer_xl_attention
 __all__ = [
     "adaptive_span_attention",
     "compressive_attention",
+    "efficient_attention",
     "linear_attention",
+    "linformer_attention",
     "local_attention",
     "lsh_attention",
     "multi_head_attention",

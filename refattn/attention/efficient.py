@@ -1,0 +1,242 @@
+r"""Efficient attention: a softmax over channels of the queries and one over positions of the keys, linear in the length.
+
+    rho_q[h,q,d]  = exp(q[h,q,d]) / sum_d exp(q[h,q,d])          over channels
+    rho_k[h,k,d]  = exp(k[h,k,d]) / sum_k exp(k[h,k,d])          over positions
+    output[h,q,e] = sum_d rho_q[h,q,d] sum_k rho_k[h,k,d] v[h,k,e]
+
+======  =============================  =========================
+letter  axis                           where
+======  =============================  =========================
+...     any batch axes                 all
+h       head                           all
+q, k    query position, key position   q, output; k, v
+d, e    channel, value channel         q, k; v, output
+======  =============================  =========================
+
+Conventions: no scale and no causal form; rows of an implied weight matrix sum to 1.  Keys beyond ``key_lengths`` are never
+read; a batch entry without keys gives output 0.
+
+Source: Shen, Zhang, Zhao, Yi, Li 2018, arXiv:1812.01243, section 3.2, with the softmax normalisation of equation 7.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from refattn.arrays import broadcast_leading, namespace, require_axes, require_one_of, sum_to_shape, to_namespace
+from refattn.contraction import einsum
+from refattn.cost import DIRECTIONS, itemsize, require_sizes
+from refattn.mechanism import mechanism
+from refattn.normalization import masked_softmax, masked_softmax_backward
+from refattn.options import per_batch
+from refattn.records import Cost, Mutation, Result
+
+__all__ = ["efficient_attention"]
+
+
+def forward(q: Any, k: Any, v: Any, *, key_lengths: Any = None) -> tuple[Result, Any]:
+    """softmax over channels of q times (softmax over positions of k)^T v.
+
+    Parameters
+    ----------
+    q : array (..., h, q, d)
+    k : array (..., h, k, d)
+    v : array (..., h, k, e)
+    key_lengths : ints per batch
+        Keys beyond are padding.
+
+    Returns
+    -------
+    output : array (..., h, q, e)
+
+    Raises
+    ------
+    ValueError
+        Shapes that disagree, lengths beyond the keys.
+
+    Examples
+    --------
+    Equal keys and one channel: every query gets the mean of the values.
+
+    >>> import numpy as np
+    >>> q, k, v = np.ones((1, 1, 1)), np.zeros((1, 2, 1)), np.array([[[2.0], [4.0]]])
+    >>> efficient_attention(q, k, v)
+    array([[[3.]]])
+    """
+    require_axes(q=(q, "... h q d"), k=(k, "... h k d"), v=(v, "... h k e"))
+    lead = broadcast_leading(q=(q, 3), k=(k, 3), v=(v, 3))
+    xp = namespace(q, k, v)
+    real_keys = None
+    if key_lengths is not None:
+        counts = per_batch("key_lengths", key_lengths, lead)
+        if counts.size and (counts.min() < 0 or counts.max() > k.shape[-2]):
+            raise ValueError(f"key_lengths is {counts.tolist()}: expected between 0 and {k.shape[-2]}")
+        counts = np.broadcast_to(counts, (math.prod(lead),)).reshape(*lead, 1, 1)
+        real_keys = xp.arange(k.shape[-2]) < to_namespace(counts, xp, like=k)  # (..., 1, k)
+        v = xp.where(real_keys[..., None], v, xp.zeros_like(v))
+    over_channels, _ = masked_softmax(q)
+    columns = xp.matrix_transpose(k)  # (..., h, d, k)
+    over_keys, _ = masked_softmax(columns, None if real_keys is None else real_keys[..., None, :])
+    context = einsum("...hdk,...hke->...hde", over_keys, v)
+    output = einsum("...hqd,...hde->...hqe", over_channels, context)
+    return Result(output=output), (v, real_keys, over_channels, over_keys, context)
+
+
+def backward(saved: Any, *, output: Any) -> dict[str, Any]:
+    """Cotangents of q, k and v: two softmax backwards around one (d, e) matrix."""
+    if output is None:
+        return {}
+    v, real_keys, over_channels, over_keys, context = saved
+    xp = namespace(v)
+    d_channels = einsum("...hqe,...hde->...hqd", output, context)
+    d_context = einsum("...hqd,...hqe->...hde", over_channels, output)
+    d_keys = einsum("...hde,...hke->...hdk", d_context, v)
+    d_v = einsum("...hdk,...hde->...hke", over_keys, d_context)
+    if real_keys is not None:
+        d_v = xp.where(real_keys[..., None], d_v, xp.zeros_like(d_v))
+    return {
+        "q": masked_softmax_backward(over_channels, d_channels),
+        "k": xp.matrix_transpose(masked_softmax_backward(over_keys, d_keys)),
+        "v": d_v,
+    }
+
+
+def definition(q: Any, k: Any, v: Any, *, key_lengths: Any = None) -> Result:
+    """The same numbers through the whole (q, k) matrix of implied weights."""
+    lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    q, k, v = (np.broadcast_to(x, lead + x.shape[-3:]) for x in (q, k, v))
+    counts = _counts(key_lengths, k.shape[-2], lead)
+    output = np.zeros((*q.shape[:-1], v.shape[-1]))
+    for batch in np.ndindex(*lead):
+        n = int(counts[batch])
+        for h in range(q.shape[-3] if n else 0):
+            keys = k[batch][h, :n]
+            shares = np.exp(keys - keys.max(0)) / np.exp(keys - keys.max(0)).sum(0)
+            for i, row in enumerate(q[batch][h]):
+                channels = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+                weights = [math.fsum(channels * share) for share in shares]
+                output[batch][h, i] = sum(w * x for w, x in zip(weights, v[batch][h, :n], strict=True))
+    return Result(output=output)
+
+
+def _counts(key_lengths: Any, most: int, lead: tuple[int, ...]) -> np.ndarray:
+    counts = np.asarray(most if key_lengths is None else key_lengths)
+    return np.broadcast_to(counts.reshape(lead) if counts.size == math.prod(lead) else counts, lead)
+
+
+def cost(
+    *,
+    b: int = 1,
+    h: int = 1,
+    q: int,
+    k: int,
+    d: int,
+    e: int | None = None,
+    dtype: Any = "float32",
+    direction: str = "forward",
+) -> Cost:
+    """Counts: (q + k) d e multiply-adds a head, twice that backward; linear in the length."""
+    e = d if e is None else e
+    require_sizes(b=b, h=h, q=q, k=k, d=d, e=e)
+    require_one_of("direction", direction, DIRECTIONS)
+    size = itemsize(dtype)
+    inputs = size * b * h * (q * d + k * (d + e))
+    results, kept = size * b * h * q * e, size * b * h * (q * d + k * d + d * e)
+    once = b * h * (q + k) * d * e
+    parts = {
+        "forward": Cost(
+            multiplies=once, computed_multiplies=once, elementwise=4 * b * h * d * (q + k), bytes_read=inputs,
+            bytes_written=results, saved_bytes=inputs + kept, peak_bytes=results + kept,
+        ),
+        "backward": Cost(
+            multiplies=2 * once, computed_multiplies=2 * once, elementwise=4 * b * h * d * (q + k),
+            bytes_read=inputs + kept + results, bytes_written=inputs, peak_bytes=inputs + 2 * kept,
+        ),
+    }  # fmt: skip
+    return parts["forward"] + parts["backward"] if direction == "both" else parts[direction]
+
+
+def example(
+    rng: np.random.Generator, *, b: int = 2, h: int = 3, q: int = 5, k: int = 7, d: int = 4, e: int = 3, **settings: Any
+) -> dict[str, Any]:
+    """Normal arrays; options are passed through."""
+    normal = rng.standard_normal
+    return {"q": normal((b, h, q, d)), "k": normal((b, h, k, d)), "v": normal((b, h, k, e)), **settings}
+
+
+# ---------------------------------------------------------------- how people get it wrong, on plain NumPy
+
+
+def _softmax(x: np.ndarray, axis: int) -> np.ndarray:
+    e = np.exp(x - x.max(axis, keepdims=True, initial=-1e300))
+    return e / np.maximum(e.sum(axis, keepdims=True), 1e-300)
+
+
+def _numpy(a: dict[str, Any], *, q_axis: int = -1, k_axis: int = -2, scale: float = 0.0, lengths: bool = True) -> Any:
+    """Output and its pieces with one thing changed; ``scale``: exponent of d in a factor on the queries."""
+    q, k, v = a["q"] * a["q"].shape[-1] ** scale, a["k"], a["v"]
+    if a.get("key_lengths") is not None:
+        lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+        counts = _counts(a["key_lengths"], k.shape[-2], lead)[..., None, None, None]
+        inside = np.arange(k.shape[-2])[:, None] < counts
+        v = np.where(inside, v, 0.0)
+        k = np.where(inside, k, -1e30 if lengths else 0.0)
+    rho_q, rho_k = _softmax(q, q_axis), _softmax(k, k_axis)
+    context = np.swapaxes(rho_k, -1, -2) @ v
+    return rho_q @ context, rho_q, rho_k, context, v
+
+
+def _forward(**change: Any) -> Callable[[dict[str, Any]], Result | None]:
+    def run(a: dict[str, Any]) -> Result | None:
+        wrong = _numpy(a, **change)[0]
+        return None if np.allclose(wrong, _numpy(a)[0], rtol=0, atol=1e-9) else Result(output=wrong)
+
+    return run
+
+
+def _gradients(drop: str) -> Callable[..., dict[str, Any] | None]:
+    def run(a: dict[str, Any], cotangents: dict[str, Any]) -> dict[str, Any] | None:
+        d = cotangents.get("output")
+        if d is None:
+            return None
+        _, rho_q, rho_k, context, v = _numpy(a)
+        d_q, d_context = d @ np.swapaxes(context, -1, -2), np.swapaxes(rho_q, -1, -2) @ d
+        d_k = v @ np.swapaxes(d_context, -1, -2)
+        row = 0.0 if drop == "channels" else (rho_q * d_q).sum(-1, keepdims=True)
+        column = 0.0 if drop == "positions" else (rho_k * d_k).sum(-2, keepdims=True)
+        found = {"q": rho_q * (d_q - row), "k": rho_k * (d_k - column), "v": rho_k @ d_context}
+        return {n: sum_to_shape(g, a[n].shape) for n, g in found.items()}
+
+    return run
+
+
+mutations = (
+    Mutation("efficient_query_axis", "the queries' softmax runs over positions", forward=_forward(q_axis=-2)),
+    Mutation("efficient_key_axis", "the keys' softmax runs over channels", forward=_forward(k_axis=-1)),
+    Mutation("scale_twice", "the queries are scaled by d**-0.5 first", forward=_forward(scale=-0.5)),
+    Mutation(
+        "tail_unmasked", "padded keys count as zeros in the softmax over positions", forward=_forward(lengths=False)
+    ),
+    Mutation("delta_missing", "the queries' softmax backward lacks its row term", gradients=_gradients("channels")),
+    Mutation("delta_missing", "the keys' softmax backward lacks its column term", gradients=_gradients("positions")),
+)
+
+efficient_attention = mechanism(
+    forward,
+    backward,
+    definition,
+    cost,
+    example,
+    mutations,
+    name="efficient_attention",
+    equation="output = softmax_channels(q) (softmax_positions(k)^T v)",
+    paper="Shen et al. 2018, arXiv:1812.01243, section 3.2",
+    axes={"h": "head", "q": "query position", "k": "key position", "d": "channel", "e": "value channel"},
+    differentiable=("q", "k", "v"),
+)
+efficient_attention.probe_options = (
+    {"q": 9, "k": 15, "b": 2, "key_lengths": (15, 6), "says": "padded keys"},
+    {"q": 4, "k": 6, "b": 2, "key_lengths": (0, 6), "says": "a batch entry without keys"},
+)

@@ -1,0 +1,261 @@
+r"""Linformer: keys and values projected along the positions, so that every query meets n rows instead of k.
+
+    pk[h,n,d]     = sum_k e_k[k,n] k[h,k,d]        pv[h,n,e] = sum_k e_v[k,n] v[h,k,e]
+    logits[h,q,n] = scale * sum_d q[h,q,d] pk[h,n,d]
+    output[h,q,e] = sum_n softmax_n(logits)[h,q,n] pv[h,n,e]
+
+======  =======================================  =========================
+letter  axis                                     where
+======  =======================================  =========================
+...     any batch axes                           q, k, v, output
+h       head; the projections are shared by all  q, k, v, output
+q, k    query position, key position             q, output; k, v, e_k, e_v
+n       projected row                            e_k, e_v
+d, e    query/key channel, value channel         q, k; v, output
+======  =======================================  =========================
+
+Conventions: no causal form exists, since every projected row mixes all positions; the rows of ``e_k`` and ``e_v`` are those of
+the positions in use, so a table made for longer sequences is cut by the caller.
+
+Source: Wang, Li, Khabsa, Fang, Ma 2020, arXiv:2006.04768, section 4, equation 7 (E and F there are e_k and e_v transposed).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from refattn.arrays import broadcast_leading, require_axes, require_finite, require_one_of, sum_to_shape
+from refattn.contraction import einsum
+from refattn.cost import DIRECTIONS, itemsize, require_sizes
+from refattn.mechanism import mechanism
+from refattn.normalization import masked_softmax, masked_softmax_backward
+from refattn.options import require_scalar
+from refattn.records import Cost, Mutation, Result
+
+__all__ = ["linformer_attention"]
+
+
+def forward(q: Any, k: Any, v: Any, *, e_k: Any, e_v: Any, scale: Any = None) -> tuple[Result, Any]:
+    """softmax(scale q (e_k^T k)^T) (e_v^T v).
+
+    Parameters
+    ----------
+    q : array (..., h, q, d)
+    k : array (..., h, k, d)
+    v : array (..., h, k, e)
+    e_k, e_v : arrays (k, n)
+        Projections along the positions; sharing one means passing it twice.
+    scale : float
+        Default d**-0.5.
+
+    Returns
+    -------
+    output : array (..., h, q, e)
+
+    Raises
+    ------
+    ValueError
+        Shapes that disagree, a scale that is not finite.
+
+    Examples
+    --------
+    Two positions averaged into one row: every query gets the mean of the values.
+
+    >>> import numpy as np
+    >>> q, k, v = np.ones((1, 1, 1)), np.ones((1, 2, 1)), np.array([[[2.0], [4.0]]])
+    >>> linformer_attention(q, k, v, e_k=np.full((2, 1), 0.5), e_v=np.full((2, 1), 0.5))
+    array([[[3.]]])
+    """
+    sizes = require_axes(q=(q, "... h q d"), k=(k, "... h k d"), v=(v, "... h k e"), e_k=(e_k, "k n"), e_v=(e_v, "k n"))
+    broadcast_leading(q=(q, 3), k=(k, 3), v=(v, 3))
+    if scale is None:
+        scale = max(1, sizes["d"]) ** -0.5
+    else:
+        require_scalar("scale", scale)
+        require_finite("scale", scale)
+    keys = einsum("kn,...hkd->...hnd", e_k, k)
+    values = einsum("kn,...hke->...hne", e_v, v)
+    products = einsum("...hqd,...hnd->...hqn", q, keys)
+    weights, _ = masked_softmax(products * scale)
+    output = einsum("...hqn,...hne->...hqe", weights, values)
+    return Result(output=output), (q, k, v, e_k, e_v, scale, keys, values, products, weights)
+
+
+def backward(saved: Any, *, output: Any) -> dict[str, Any]:
+    """Cotangents of q, k, v, e_k, e_v and scale."""
+    if output is None:
+        return {}
+    q, k, v, e_k, e_v, scale, keys, values, products, weights = saved
+    d_values = einsum("...hqn,...hqe->...hne", weights, output)
+    d_weights = einsum("...hqe,...hne->...hqn", output, values)
+    d_logits = masked_softmax_backward(weights, d_weights)
+    d_products = d_logits * scale
+    d_keys = einsum("...hqn,...hqd->...hnd", d_products, q)
+    return {
+        "q": einsum("...hqn,...hnd->...hqd", d_products, keys),
+        "k": einsum("kn,...hnd->...hkd", e_k, d_keys),
+        "v": einsum("kn,...hne->...hke", e_v, d_values),
+        "e_k": einsum("...hkd,...hnd->kn", k, d_keys),
+        "e_v": einsum("...hke,...hne->kn", v, d_values),
+        "scale": einsum("...hqn,...hqn->", d_logits, products),
+    }
+
+
+def definition(q: Any, k: Any, v: Any, *, e_k: Any, e_v: Any, scale: Any = None) -> Result:
+    """The same numbers row by row."""
+    lead = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    q, k, v = (np.broadcast_to(x, lead + x.shape[-2:]) for x in (q, k, v))
+    scale = max(1, q.shape[-1]) ** -0.5 if scale is None else float(np.reshape(scale, ()))
+    n = e_k.shape[1]
+    output = np.zeros((*lead, q.shape[-2], v.shape[-1]))
+    for at in np.ndindex(*lead):
+        keys = [sum((e_k[j, m] * k[at][j] for j in range(k.shape[-2])), np.zeros(k.shape[-1])) for m in range(n)]
+        values = [sum((e_v[j, m] * v[at][j] for j in range(v.shape[-2])), np.zeros(v.shape[-1])) for m in range(n)]
+        for i, row in enumerate(q[at]):
+            logits = np.array([scale * np.sum(row * key) for key in keys])
+            shares = np.exp(logits - logits.max(initial=-np.inf))
+            output[at][i] = sum((w / shares.sum() * x for w, x in zip(shares, values, strict=True)), output[at][i])
+    return Result(output=output)
+
+
+def cost(
+    *,
+    b: int = 1,
+    h: int = 1,
+    q: int,
+    k: int,
+    n: int,
+    d: int,
+    e: int | None = None,
+    dtype: Any = "float32",
+    direction: str = "forward",
+) -> Cost:
+    """Counts: k n (d + e) for the projections and q n (d + e) for the attention, per head; linear in the length."""
+    e = d if e is None else e
+    require_sizes(b=b, h=h, q=q, k=k, n=n, d=d, e=e)
+    require_one_of("direction", direction, DIRECTIONS)
+    size = itemsize(dtype)
+    inputs = size * (b * h * (q * d + k * (d + e)) + 2 * k * n)
+    results = size * b * h * q * e
+    kept = size * b * h * (n * (d + e) + 2 * q * n)
+    once = b * h * n * (q + k) * (d + e)
+    common = {"parameters": 2 * k * n}
+    parts = {
+        "forward": Cost(
+            multiplies=once, computed_multiplies=once, elementwise=5 * b * h * q * n, bytes_read=inputs,
+            bytes_written=results, saved_bytes=inputs + kept, peak_bytes=results + kept, **common,
+        ),
+        "backward": Cost(
+            multiplies=2 * once, computed_multiplies=2 * once, elementwise=6 * b * h * q * n,
+            bytes_read=inputs + kept + results, bytes_written=inputs, peak_bytes=inputs + 2 * kept, **common,
+        ),
+    }  # fmt: skip
+    if direction != "both":
+        return parts[direction]
+    return Cost(**{**vars(parts["forward"] + parts["backward"]), **common})
+
+
+def example(
+    rng: np.random.Generator,
+    *,
+    b: int = 2,
+    h: int = 3,
+    q: int = 5,
+    k: int = 7,
+    n: int = 4,
+    d: int = 3,
+    e: int = 2,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Normal arrays and projections; options are passed through."""
+    normal = rng.standard_normal
+    return {
+        "q": normal((b, h, q, d)), "k": normal((b, h, k, d)), "v": normal((b, h, k, e)),
+        "e_k": normal((k, n)) / k**0.5, "e_v": normal((k, n)) / k**0.5, **settings,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- how people get it wrong, on plain NumPy
+
+
+def _numpy(
+    a: dict[str, Any], *, exponent: float = -0.5, one_table: bool = False, axis: int = -1, normal: bool = False
+) -> Any:
+    """Output, and the pieces that a backward needs, with one thing changed."""
+    e_k, e_v = a["e_k"], a["e_k"] if one_table else a["e_v"]
+    if normal:
+        e_k, e_v = (x / np.abs(x).sum(0, keepdims=True) for x in (e_k, e_v))
+    scale = a["q"].shape[-1] ** exponent if a.get("scale") is None else a["scale"]
+    keys, values = np.swapaxes(a["k"], -1, -2) @ e_k, e_v.T @ a["v"]
+    s = scale * (a["q"] @ keys)
+    p = np.exp(s - s.max(axis, keepdims=True))
+    p = p / p.sum(axis, keepdims=True)
+    return p @ values, p, keys, values, scale
+
+
+def _forward(**change: Any) -> Callable[[dict[str, Any]], Result | None]:
+    def run(a: dict[str, Any]) -> Result | None:
+        wrong = _numpy(a, **change)[0]
+        return None if np.allclose(wrong, _numpy(a)[0], rtol=0, atol=1e-9) else Result(output=wrong)
+
+    return run
+
+
+def _gradients(
+    *, delta: bool = True, projected: bool = True, scaled: bool = True
+) -> Callable[..., dict[str, Any] | None]:
+    def run(a: dict[str, Any], cotangents: dict[str, Any]) -> dict[str, Any] | None:
+        d = cotangents.get("output")
+        if d is None:
+            return None
+        output, p, keys, values, scale = _numpy(a)
+        d_p = d @ np.swapaxes(values, -1, -2)
+        d_s = p * (d_p - (d * output).sum(-1, keepdims=True) * delta) * (scale if scaled else 1.0)
+        d_keys, d_values = np.swapaxes(d_s, -1, -2) @ a["q"], np.swapaxes(p, -1, -2) @ d
+        found = {"q": d_s @ np.swapaxes(keys, -1, -2), "k": a["e_k"] @ d_keys, "v": a["e_v"] @ d_values}
+        if projected:
+            for name, x, d_x in (("e_k", a["k"], d_keys), ("e_v", a["v"], d_values)):
+                found[name] = (x @ np.swapaxes(d_x, -1, -2)).reshape(-1, *a[name].shape).sum(0)
+        else:
+            found["e_k"], found["e_v"] = np.zeros_like(a["e_k"]), np.zeros_like(a["e_v"])
+        return {n: sum_to_shape(g, a[n].shape) for n, g in found.items()}
+
+    return run
+
+
+mutations = (
+    Mutation("no_scale", "the logits are not scaled", forward=_forward(exponent=0.0)),
+    Mutation("scale_inv", "the logits are multiplied by sqrt(d)", forward=_forward(exponent=0.5)),
+    Mutation("linformer_shared", "the values are projected by e_k", forward=_forward(one_table=True)),
+    Mutation("linformer_normalised", "the columns of the projections are normalised", forward=_forward(normal=True)),
+    Mutation("softmax_wrong_axis", "the softmax runs over queries", forward=_forward(axis=-2)),
+    Mutation("delta_missing", "dS lacks the row term", gradients=_gradients(delta=False)),
+    Mutation("scale_grad", "dS is not scaled", gradients=_gradients(scaled=False)),
+    Mutation("linformer_grad", "the projections get no gradient", gradients=_gradients(projected=False)),
+)
+
+linformer_attention = mechanism(
+    forward,
+    backward,
+    definition,
+    cost,
+    example,
+    mutations,
+    name="linformer_attention",
+    equation="output = softmax(scale q (e_k^T k)^T) (e_v^T v)",
+    paper="Wang et al. 2020, arXiv:2006.04768, section 4",
+    axes={
+        "h": "head",
+        "q": "query position",
+        "k": "key position",
+        "n": "projected row",
+        "d": "channel",
+        "e": "value channel",
+    },
+    differentiable=("q", "k", "v", "e_k", "e_v", "scale"),
+)
+linformer_attention.probe_options = (
+    {"q": 21, "k": 34, "n": 13, "scale": 0.3, "says": "13 rows for 34 positions, a scale of one's own"},
+    {"q": 5, "k": 8, "n": 1, "says": "one row: every weight is 1"},
+)
