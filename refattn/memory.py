@@ -27,13 +27,14 @@ from refattn.arrays import (
 from refattn.contraction import einsum
 from refattn.mechanism import function
 from refattn.normalization import masked_softmax, masked_softmax_backward
-from refattn.records import Result
+from refattn.records import Mutation, Result
 
 __all__ = [
     "Step",
     "attention_reconstruction_loss",
     "auto_encoding_loss",
     "compress",
+    "memory_mutations",
     "stream",
     "update_compressed_memory",
     "update_memory",
@@ -57,11 +58,16 @@ def _joined(**parts: Any) -> Any:
     return rows[0] if len(rows) == 1 else xp.concat(rows, axis=-2)
 
 
+def _require_hidden(name: str, hidden: Any) -> None:
+    if hidden is None:
+        raise TypeError(f"{name}: the argument 'hidden' is missing; the memories before it may be None")
+
+
 def _last(x: Any, count: int) -> Any:
     return x[..., max(0, x.shape[-2] - count) :, :]
 
 
-def _update_memory_forward(memory: Any, hidden: Any, *, length: int) -> tuple[Result, Any]:
+def _update_memory_forward(memory: Any = None, hidden: Any = None, *, length: int) -> tuple[Result, Any]:
     """The newest ``length`` rows of [memory, hidden]; no gradient passes.
 
     Parameters
@@ -81,14 +87,15 @@ def _update_memory_forward(memory: Any, hidden: Any, *, length: int) -> tuple[Re
     ValueError
         Another width, or a negative length.
     """
+    _require_hidden("update_memory", hidden)
     length = require_integer("length", length, minimum=0)
     return Result(output=_last(_joined(memory=memory, hidden=hidden), length)), None
 
 
 def _update_compressed_forward(
-    memory: Any,
-    compressed: Any,
-    hidden: Any,
+    memory: Any = None,
+    compressed: Any = None,
+    hidden: Any = None,
     *,
     rate: int,
     memory_length: int,
@@ -123,6 +130,7 @@ def _update_compressed_forward(
         Another width; a rate of 0 or larger than the memory; under "segment" a segment longer than the memory or a memory
         that is not full; rows from ``compress`` that are none.
     """
+    _require_hidden("update_compressed_memory", hidden)
     rate = require_integer("rate", rate, minimum=1)
     memory_length = require_integer("memory_length", memory_length, minimum=0)
     compressed_length = require_integer("compressed_length", compressed_length, minimum=0)
@@ -159,6 +167,76 @@ def _update_compressed_forward(
         compressed = rows[..., :0, :]
     kept = _last(_joined(compressed=compressed, new=new), compressed_length)
     return Result(memory=_last(rows, memory_length), compressed=kept, evicted=evicted), None
+
+
+def _evicting(
+    evicted: Callable[[Any, Any, int], Any], kept: Callable[[Any, Any, int], Any], newest_first: bool = False
+) -> Callable[[dict[str, Any]], Result | None]:
+    """The update with another choice of the rows that go and of those that stay: functions of (memory, hidden, n)."""
+
+    def forward(a: dict[str, Any]) -> Result | None:
+        right = update_compressed_memory.forward(**a)
+        memory = a["hidden"][..., :0, :] if a["memory"] is None else a["memory"]
+        gone = evicted(memory, a["hidden"], right.evicted.shape[-2])
+        new = a["compress"](gone) if gone.shape[-2] and a["compressed_length"] else None
+        old = a["compressed"] if a["compressed"] is not None else memory[..., :0, :]
+        joined = _joined(new=new, old=old) if newest_first else _joined(old=old, new=new)
+        found = Result(
+            memory=kept(memory, a["hidden"], a["memory_length"]),
+            compressed=_last(joined, a["compressed_length"]),
+            evicted=gone,
+        )
+        xp = namespace(memory)
+        same = all(
+            x.shape == y.shape and bool(xp.all(x == y))
+            for x, y in zip(found.fields.values(), right.fields.values(), strict=True)
+        )
+        return None if same else found
+
+    return forward
+
+
+def _right_evicted(memory: Any, hidden: Any, n: int) -> Any:
+    return _joined(memory=memory, hidden=hidden)[..., :n, :]
+
+
+def _right_kept(memory: Any, hidden: Any, n: int) -> Any:
+    return _last(_joined(memory=memory, hidden=hidden), n)
+
+
+memory_mutations = (
+    Mutation(
+        "eviction_newest",
+        "the newest rows of the memory are compressed in place of the oldest",
+        _evicting(lambda m, h, n: _last(m, n), _right_kept),
+    ),
+    Mutation(
+        "eviction_of_segment",
+        "the segment itself is compressed",
+        _evicting(lambda m, h, n: _last(h, n), _right_kept),
+    ),
+    Mutation(
+        "memory_keeps_oldest",
+        "the memory keeps its oldest rows and drops the segment",
+        _evicting(_right_evicted, lambda m, h, n: _joined(memory=m, hidden=h)[..., :n, :]),
+    ),
+    Mutation(
+        "memory_order",
+        "the segment goes in front of the memory",
+        _evicting(_right_evicted, lambda m, h, n: _joined(hidden=h, memory=m)[..., :n, :]),
+    ),
+    Mutation(
+        "compressed_order",
+        "new compressed rows go in front of the old ones",
+        _evicting(_right_evicted, _right_kept, newest_first=True),
+    ),
+    Mutation(
+        "memory_reversed",
+        "the memory holds the newest row first",
+        _evicting(_right_evicted, lambda m, h, n: namespace(m).flip(_right_kept(m, h, n), axis=-2)),
+    ),
+)
+"""The ways people get ``update_compressed_memory`` wrong."""
 
 
 def _stop(saved: Any, **cotangents: Any) -> dict[str, Any]:
@@ -487,6 +565,7 @@ def stream(
     compress: Any = None,
     evict: str = "overflow",
     initial: str = "empty",
+    recurrence: str = "own",
     memories: Sequence[tuple[Any, Any]] | None = None,
 ) -> Iterator[Step]:
     """Walk a long sequence segment by segment through recurrent layers.
@@ -511,6 +590,9 @@ def stream(
         As for ``update_compressed_memory``; "segment" starts with zeros.
     initial : {"empty", "zeros"}
         Memories before the first segment: none, or zeros, which take part in the softmax (as in some public code).
+    recurrence : {"own", "above"}
+        "above": before each segment the memories move down one layer, the first layer's to the last, so that a layer reads
+        what the next one wrote ("enhanced recurrence" in public code).  All layers need the same width.
     memories : sequence of (memory, compressed), optional
         Go on from the ``memories`` of an earlier step.
 
@@ -527,6 +609,7 @@ def stream(
     memory_length = require_integer("memory_length", memory_length, minimum=0)
     compressed_length = require_integer("compressed_length", compressed_length, minimum=0)
     require_one_of("initial", initial, ("empty", "zeros"))
+    require_one_of("recurrence", recurrence, ("own", "above"))
     if compressed_length and rate is None:
         raise ValueError(f"rate is missing: compressed_length is {compressed_length}")
     compressions = list(compress) if isinstance(compress, (list, tuple)) else [compress] * len(layers)
@@ -546,6 +629,7 @@ def stream(
         compressions,
         evict,
         initial == "zeros",
+        recurrence == "above",
         state,
     )
 
@@ -559,10 +643,13 @@ def _walk(
     compressions: list[Any],
     evict: str,
     zeros: bool,
+    above: bool,
     state: list[tuple[Any, Any]] | None,
 ) -> Iterator[Step]:
     for segment in segments:
         x, pulls, after, gone = segment, [], [], []
+        if above and state is not None:
+            state = [*state[1:], *state[:1]]
         for n, (layer, arguments) in enumerate(layers):
             memory, compressed = state[n] if state is not None else _initial(x, memory_length, compressed_length, zeros)
             own = {"memory": memory, "compressed": compressed}

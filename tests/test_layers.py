@@ -271,6 +271,11 @@ BAD = {
 }
 
 
+def test_only_the_biases_may_be_left_out():
+    with pytest.raises(TypeError, match="'w_2' is missing"):
+        layers.feed_forward(normal(3, M), normal(M, F))
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name):
     function, arguments, message = BAD[name]

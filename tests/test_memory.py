@@ -89,22 +89,28 @@ def test_update_compressed_memory_stops_gradients():
     assert set(gradients) == {"memory", "compressed", "hidden"}
 
 
-EVICTIONS = {
-    "newest": lambda m, h: (m[-h.shape[0] :], np.concatenate([m, h])[-m.shape[0] :]),
-    "segment_itself": lambda m, h: (h, np.concatenate([m, h])[-m.shape[0] :]),
-    "memory_keeps_oldest": lambda m, h: (m[: h.shape[0]], np.concatenate([m, h])[: m.shape[0]]),
-    "segment_in_front": lambda m, h: (m[: h.shape[0]], np.concatenate([h, m])[: m.shape[0]]),
-}
+UPDATES = {
+    "segment": {"memory": normal(6, 3), "compressed": normal(3, 3), "hidden": normal(2, 3), "memory_length": 6},
+    "overflow": {"memory": normal(5, 3), "compressed": None, "hidden": normal(4, 3), "memory_length": 5, "evict": "overflow"},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("wrong", EVICTIONS)
-def test_eviction_from_the_wrong_end_is_seen(wrong):
-    m, h = normal(6, 3), normal(2, 3)
-    right = memory.update_compressed_memory.forward(
-        m, None, h, rate=2, memory_length=6, compressed_length=3, compress=halves
-    )
-    evicted, kept = EVICTIONS[wrong](m, h)
-    assert np.abs(evicted - right.evicted).max() > 1e-3 or np.abs(kept - right.memory).max() > 1e-3
+@pytest.mark.parametrize("mutation", memory.memory_mutations, ids=lambda m: m.class_)
+def test_every_mistake_of_an_update_shows(mutation):
+    arguments = {**UPDATES["segment"], "rate": 2, "compressed_length": 3, "compress": halves}
+    right, wrong = memory.update_compressed_memory.forward(**arguments), mutation.forward(arguments)
+    assert max(np.abs(getattr(wrong, n) - x).max() for n, x in right.fields.items()) > 1e-3
+    assert {m.class_ for m in memory.memory_mutations} >= {"eviction_newest", "memory_order", "compressed_order"}
+
+
+def test_mistakes_that_do_not_show_say_nothing():
+    shown = {
+        m.class_
+        for m in memory.memory_mutations
+        if m.forward({**UPDATES["overflow"], "rate": 2, "compressed_length": 3, "compress": halves}) is not None
+    }
+    assert "compressed_order" not in shown  # no compressed rows before these
+    assert "eviction_newest" in shown
 
 
 # ---------------------------------------------------------------------- compressions
@@ -479,6 +485,17 @@ def test_initial_memories_and_going_on():
     assert [s.evicted[0].shape[0] for s in empty] == [0, 2, 3]
 
 
+def test_memories_may_come_from_the_layer_above():
+    """Two layers exchange their memories at every segment; what they write goes behind what they were given."""
+    x = normal(6, 6)
+    stack = [(layers.transformer_xl_layer, weights(seed=n)) for n in range(2)]
+    first, second = memory.stream(cut(x, 3), stack, memory_length=4, recurrence="above")
+    below = layers.transformer_xl_layer.forward(x[3:], first.memories[1][0], **weights(seed=0))
+    top = layers.transformer_xl_layer(below.output, first.memories[0][0], **weights(seed=1))
+    assert_close(second.output, top, 20 * EPS)
+    assert_close(second.memories[0][0], np.concatenate([first.memories[1][0][-1:], x[3:]]), 0)
+
+
 def test_layers_without_memory_and_gradients_of_a_stack():
     m = 6
     mlp = {"w_1": normal(m, 8), "b_1": normal(8), "w_2": normal(8, m), "b_2": normal(m), "activation": "gelu"}
@@ -579,6 +596,8 @@ def test_bad_compressions(name):
 
 
 def test_other_bad_input():
+    with pytest.raises(TypeError, match="'hidden' is missing"):
+        memory.update_memory(normal(2, 3), length=1)
     with pytest.raises(ValueError, match="length is -1"):
         memory.update_memory(normal(2, 3), normal(2, 3), length=-1)
     with pytest.raises(ValueError, match="hidden has shape"):
@@ -597,5 +616,7 @@ def test_other_bad_input():
         )
     with pytest.raises(ValueError, match="memories has 1 entries"):
         memory.stream([], [(layers.compressive_layer, {})] * 2, memory_length=4, memories=[(None, None)])
+    with pytest.raises(ValueError, match="recurrence is 'below'"):
+        memory.stream([], [], memory_length=4, recurrence="below")
     with pytest.raises(ValueError, match="initial is 'ones'"):
         memory.stream([], [], memory_length=4, initial="ones")

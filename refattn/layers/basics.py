@@ -110,9 +110,9 @@ ACTIVATIONS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {"relu": _relu, 
 def _feed_forward_forward(
     x: Any,
     w_1: Any,
-    b_1: Any,
-    w_2: Any,
-    b_2: Any,
+    b_1: Any = None,
+    w_2: Any = None,
+    b_2: Any = None,
     *,
     activation: str = "relu",
     chunk: int | None = None,
@@ -125,7 +125,7 @@ def _feed_forward_forward(
     x : array (..., t, m)
     w_1, b_1 : arrays (m, f), (f,)
     w_2, b_2 : arrays (f, o), (o,)
-        The biases may be None.
+        Only the biases may be left out, or None.
     activation : {"relu", "gelu"}
         The exact Gaussian error unit x Phi(x), no approximation by tanh.
     chunk : int, optional
@@ -135,6 +135,8 @@ def _feed_forward_forward(
     -------
     output : array (..., t, o)
     """
+    if w_2 is None:
+        raise TypeError("feed_forward: the argument 'w_2' is missing")
     require_one_of("activation", activation, tuple(ACTIVATIONS))
     _require_affine("x", x, "w_1", w_1, "b_1", b_1)
     _require_affine("the hidden units of w_1", w_1, "w_2", w_2, "b_2", b_2)
