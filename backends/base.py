@@ -81,6 +81,10 @@ class Backend:
             np.add.at(out[at], rows[at], host[at])
         return self.xp.asarray(out, device=device(values))
 
+    def summing(self, index: Any, size: int, dtype: Any) -> Callable[[Any], Any]:
+        """:meth:`segment_add` for one index (n,), as a function of the values (n, d), to be called several times."""
+        return lambda values: self.segment_add(values, index, size)
+
     def top_k(self, x: Any, count: int) -> Any:
         """Indices of the ``count`` largest real values along the last axis, largest first, ties to the lower index."""
         return self.xp.argsort(x, axis=-1, descending=True, stable=True)[..., :count]

@@ -134,6 +134,16 @@ class NumpyBackend(Backend):
         )
         return (matrix.T @ values.reshape(batch * n, d)).reshape(*lead, size, d)
 
+    def summing(self, index: Any, size: int, dtype: Any) -> Callable[[Any], Any]:
+        """The 0/1 matrix is built once."""
+        from scipy.sparse import csr_array
+
+        n = len(index)
+        if not np.issubdtype(dtype, np.inexact) or np.dtype(dtype).itemsize > 16:
+            return lambda values: self.segment_add(values, index, size)
+        matrix = csr_array((np.ones(n, dtype), index, np.arange(n + 1)), shape=(n, size)).T
+        return lambda values: matrix @ values
+
     def top_k(self, x: Any, count: int) -> Any:
         """By partition; a full stable sort only where the threshold value repeats across the cut."""
         n = x.shape[-1]

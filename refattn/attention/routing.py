@@ -231,9 +231,7 @@ def forward(
             ),
             algorithm=algorithm,
         )
-        part, lse = clusters.forward()
-        share = clusters.shares(average_eps, real_q)
-        output = clusters.to_tokens(part, 0) * share
+        output = clusters.forward(average_eps, real_q)
     result = Result(
         output=xp.reshape(output, (*lead, *output.shape[1:])),
         commitment_loss=loss,
@@ -242,7 +240,7 @@ def forward(
     )
     norms = ((*q_norm, normalize), (*k_norm, normalize), (*key_norms, key_norm))
     routes = [(*route, cluster_normalize) for route in routes]
-    return result, (clusters, part, lse, share, norms, routes, routed, entries, same, lead)
+    return result, (clusters, norms, routes, routed, entries, same, lead)
 
 
 def backward(saved: Any, *, output: Any, commitment_loss: Any) -> dict[str, Any]:
@@ -254,13 +252,13 @@ def backward(saved: Any, *, output: Any, commitment_loss: Any) -> dict[str, Any]
     Loss: d_x = 2 (x - centroid) / number of entries, back through the projection.  Then the normalisations, where what
     the queries, the keys and the loss send back has been added up.
     """
-    clusters, part, lse, share, (q_norm, k_norm, key_norm), routes, routed, entries, same, lead = saved
+    clusters, (q_norm, k_norm, key_norm), routes, routed, entries, same, lead = saved
     backend = clusters.backend
     xp = backend.xp
     with backend.quiet():
         found: dict[str, Any] = {}
         if output is not None:
-            found = clusters.backward(part, lse, flatten_leading(output, 3, lead) * share)
+            found = clusters.backward(flatten_leading(output, 3, lead))
         d_q = found.get("q", xp.zeros_like(q_norm[0]))
         d_k = normalise_backward(*key_norm, found.get("k", xp.zeros_like(k_norm[0])))
         beside = [0.0, 0.0]  # what reaches q and k without passing the normalisation of the logits

@@ -14,6 +14,17 @@ from refattn.scores import places_to_rows, rows_to_places
 __all__ = ["Clusters"]
 
 
+class _Task:
+    """Whole heads n0 ... n1 - 1 that are computed together, and what their forward leaves."""
+
+    def __init__(self, n0: int, n1: int, runs: list[tuple[int, int]]) -> None:
+        self.n0, self.n1, self.runs = n0, n1, runs
+        self.sums: tuple[Any, Any] = (None, None)  # rows of members of queries, of keys -> tokens
+        self.part: list[Any] = []  # of each run: output (units, w, e) and lse (units, w)
+        self.lse: list[Any] = []
+        self.share: Any = None  # (heads, t, 1)
+
+
 class Clusters:
     """Softmax attention of all clusters: units (batch, head, cluster) of one width, taken in runs of about 2^18 pairs."""
 
@@ -54,6 +65,7 @@ class Clusters:
         )
         # Members of queries that are those of the keys, in rising order: their ranks compare as their positions do.
         self.ranked = alike and self.dead == (None, None)
+        self.tasks = self._tasks()
 
     def _index(self, members: Any, keep: Any, t: int) -> tuple[Any, Any, Any]:
         """Positions (units, w), rows of the flat arrays, and the slots without a token (None if there are none)."""
@@ -72,15 +84,23 @@ class Clusters:
 
     # ------------------------------------------------------------ runs of units
 
-    def _runs(self) -> list[tuple[int, int]]:
+    def _tasks(self) -> list[_Task]:
         pairs = max(1, self.n_q * self._columns())
-        step = {"whole": self.units, "tiled": 1}.get(self.algorithm, max(1, attend.SMALL // pairs))
-        return [(u, min(u + step, self.units)) for u in range(0, self.units, max(1, step))]
+        heads = self.batch * self.h
+        few = {"whole": heads, "tiled": 1}.get(self.algorithm, attend.SMALL // (self.c * pairs))
+        step = {"whole": self.units, "tiled": 1}.get(self.algorithm, attend.SMALL // pairs)
+        tasks = []
+        for n in range(0, heads, max(1, few)):
+            end = min(n + max(1, few), heads)
+            width = max(1, step) if end - n == 1 else self.units
+            runs = [(u, min(u + width, end * self.c)) for u in range(n * self.c, end * self.c, width)]
+            tasks.append(_Task(n, end, runs))
+        return tasks
 
     def _row_runs(self, units: int) -> list[tuple[int, int]]:
         step = max(16, attend.SMALL // max(1, units * self._columns()))
         step = {"whole": self.n_q, "tiled": -(-self.n_q // 3)}.get(self.algorithm, step)
-        return [(i, min(i + step, self.n_q)) for i in range(0, self.n_q, max(1, step))]
+        return [(i, min(i + step, self.n_q)) for i in range(0, max(1, self.n_q), max(1, step))]
 
     def _columns(self) -> int:
         return self.n_k + (0 if self.memory is None else self.memory[0].shape[-2])
@@ -88,10 +108,11 @@ class Clusters:
     def _work(self) -> int:
         return 2 * self.units * self.n_q * self._columns()
 
-    def _take(self, flat: Any, side: int, units: tuple[int, int], rows: slice = slice(None)) -> Any:
-        """Rows (a, w, channels) of a run of units; zeros where there is no token."""
+    def _take(self, flat: Any, side: int, units: tuple[int, int], rows: slice = slice(None), first: int = 0) -> Any:
+        """Rows (a, w, channels) of a run of units; zeros where there is no token.  ``flat`` starts with row ``first``."""
         xp = self.backend.xp
         index = self.rows[side][units[0] : units[1], rows]
+        index = index - first if first else index
         found = xp.reshape(xp.take(flat, xp.reshape(index, (-1,)), axis=0), (*index.shape, flat.shape[-1]))
         if self.dead[side] is None:
             return found
@@ -196,24 +217,54 @@ class Clusters:
             return attend.product(self.backend, weights, values, seen, transposed=transposed)
         return self.backend.matmul(self.backend.xp.matrix_transpose(weights) if transposed else weights, values)
 
-    def forward(self) -> tuple[Any, Any]:
-        """Output (units, w, e) and lse (units, w) of every place in every cluster."""
+    def forward(self, eps: float, keep: Any) -> Any:
+        """Means by token (b, h, t, e): the output of every place in every cluster, over (number of places + eps)."""
         xp, backend = self.backend.xp, self.backend
-        v = self.sources[2]
-        part = xp.zeros((self.units, self.n_q, v.shape[-1]), dtype=v.dtype)
-        lse = xp.zeros((self.units, self.n_q), dtype=v.dtype)
 
-        def run(units: tuple[int, int]) -> list[tuple[Any, Any]]:
+        def run(task: _Task) -> Any:
             with backend.quiet():
-                k, v = self._keys(units)
-                return [self._forward_rows(units, rows, k, v) for rows in self._row_runs(units[1] - units[0])]
+                return self._forward_task(task, eps, keep)
 
-        runs = self._runs()
-        for units, found in zip(runs, backend.map(run, runs, work=self._work()), strict=True):
-            for rows, (o, z) in zip(self._row_runs(units[1] - units[0]), found, strict=True):
-                part = backend.assign(part, (slice(*units), slice(*rows), ...), o)
-                lse = backend.assign(lse, (slice(*units), slice(*rows)), z)
-        return part, lse
+        found = backend.map(run, self.tasks, work=self._work())
+        shape = (self.batch, self.h, self.lengths[0], self.sources[2].shape[-1])
+        return xp.reshape(xp.concat(found, axis=0), shape) if found else xp.zeros(shape, dtype=self.sources[2].dtype)
+
+    def _forward_task(self, task: _Task, eps: float, keep: Any) -> Any:
+        xp = self.backend.xp
+        by_query = self._summing(task, 0)
+        task.sums = by_query, by_query if self.ranked else self._summing(task, 1)
+        for units in task.runs:
+            k, v = self._keys(units)
+            found = [self._forward_rows(units, rows, k, v) for rows in self._row_runs(units[1] - units[0])]
+            task.part.append(_concat(xp, [o for o, _ in found], 1))
+            task.lse.append(_concat(xp, [z for _, z in found], 1))
+        alive = xp.ones(((task.n1 - task.n0) * self.c, self.n_q), dtype=real(self.sources[2]).dtype)
+        if self.dead[0] is not None:
+            dead = self.dead[0][task.n0 * self.c : task.n1 * self.c, :]
+            alive = xp.where(dead, xp.zeros_like(alive), alive)
+        count = self._to_tokens(task, 0, [alive[..., None]])
+        share = 1.0 / xp.where(count > 0, count + eps, xp.ones_like(count))
+        shown = count > 0
+        if keep is not None:
+            heads = xp.broadcast_to(keep, (self.batch, self.h, self.lengths[0]))
+            heads = xp.reshape(heads, (-1, self.lengths[0]))[task.n0 : task.n1, :, None]
+            shown = xp.logical_and(shown, heads)
+        task.share = xp.where(shown, share, xp.zeros_like(share))
+        return self._to_tokens(task, 0, task.part) * task.share
+
+    def _summing(self, task: _Task, side: int) -> Any:
+        """The function that adds the rows of members up by token."""
+        xp, t = self.backend.xp, self.lengths[side]
+        start = task.n0 * self.c, task.n1 * self.c
+        index = xp.reshape(self.rows[side][start[0] : start[1], :], (-1,)) - task.n0 * t
+        return self.backend.summing(index, (task.n1 - task.n0) * t, self.sources[2].dtype)
+
+    def _to_tokens(self, task: _Task, side: int, rows: list[Any]) -> Any:
+        """Rows of members, (units, w, channels) of each run, added up by token: (heads, t, channels)."""
+        xp = self.backend.xp
+        x = _concat(xp, rows, 0)
+        added = task.sums[side](xp.reshape(x, (x.shape[0] * x.shape[1], x.shape[2])))
+        return xp.reshape(added, (task.n1 - task.n0, self.lengths[side], x.shape[2]))
 
     def _forward_rows(self, units: tuple[int, int], rows: tuple[int, int], k: Any, v: Any) -> tuple[Any, Any]:
         xp, backend, at = self.backend.xp, self.backend, slice(*rows)
@@ -237,79 +288,67 @@ class Clusters:
             o = xp.where(self.dead[0][units[0] : units[1], at, None], xp.zeros_like(o), o)
         return o, lse
 
-    def to_tokens(self, x: Any, side: int) -> Any:
-        """Rows of members (units, w, channels) added up by token: (b, h, t, channels)."""
-        xp = self.backend.xp
-        t = self.lengths[side]
-        heads, width = self.batch * self.h, x.shape[1]
-        if not t or not heads:
-            return xp.zeros((self.batch, self.h, t, x.shape[-1]), dtype=x.dtype)
-        values = xp.reshape(x, (heads, self.c * width, x.shape[-1]))
-        index = xp.reshape(self.positions[side], (heads, self.c * width))
-
-        def of_head(n: int) -> Any:
-            return self.backend.segment_add(values[n, ...], index[n, ...], t)
-
-        added = xp.stack(self.backend.map(of_head, range(heads), work=4 * math.prod(values.shape)))
-        return xp.reshape(added, (self.batch, self.h, t, x.shape[-1]))
-
-    def shares(self, eps: float, keep: Any) -> Any:
-        """1 / (number of clusters with the token + eps), (b, h, t, 1); 0 for masked tokens and those in no cluster."""
-        xp = self.backend.xp
-        dtype = real(self.sources[2]).dtype
-        ones = xp.ones((self.units, self.n_q, 1), dtype=dtype)
-        if self.dead[0] is not None:
-            ones = xp.where(self.dead[0][..., None], xp.zeros_like(ones), ones)
-        count = self.to_tokens(ones, 0)
-        share = 1.0 / xp.where(count > 0, count + eps, xp.ones_like(count))
-        alive = count > 0 if keep is None else xp.logical_and(count > 0, keep[..., None])
-        return xp.where(alive, share, xp.zeros_like(share))
-
     # ------------------------------------------------------------ backward
 
-    def backward(self, part: Any, lse: Any, d_output: Any) -> dict[str, Any]:
-        """Cotangents by name; q, k and v as (b, h, t, channels), k and q as they meet in the logits."""
+    def backward(self, d_output: Any) -> dict[str, Any]:
+        """Cotangents by name; q, k and v as (b, h, t, channels), q and k as they meet in the logits."""
         xp, backend = self.backend.xp, self.backend
-        d_flat = xp.reshape(d_output, (-1, d_output.shape[-1]))
-        zeros = {"dtype": part.dtype}
-        d, _, e = (x.shape[-1] for x in self.sources)
-        d_q = xp.zeros((self.units, self.n_q, d), **zeros)
-        d_k = xp.zeros((self.units, self._columns(), d), **zeros)
-        d_v = xp.zeros((self.units, self._columns(), e), **zeros)
-        finite = self.finite and _finite(d_flat)
-        sums = {}
-        for name, table in (("relative_keys", self.relative_keys), ("relative_values", self.relative_values)):
-            if table is not None:
-                sums[name] = xp.zeros_like(table)
 
-        def run(units: tuple[int, int]) -> tuple[Any, ...]:
+        def run(task: _Task) -> dict[str, Any]:
             with backend.quiet():
-                k, v = self._keys(units)
-                rows_k: Any = 0.0
-                rows_v: Any = 0.0
-                found = []
-                for rows in self._row_runs(units[1] - units[0]):
-                    d_rows, own_k, own_v, own = self._backward_rows(units, rows, k, v, part, lse, d_flat, finite)
-                    rows_k, rows_v = rows_k + own_k, rows_v + own_v
-                    found.append((d_rows, own))
-                return found, rows_k, rows_v
+                return self._backward_task(task, xp.reshape(d_output, (-1, *d_output.shape[-2:])))
 
-        runs = self._runs()
-        for units, (found, own_k, own_v) in zip(runs, backend.map(run, runs, work=2 * self._work()), strict=True):
-            d_k = backend.assign(d_k, (slice(*units), ...), own_k)
-            d_v = backend.assign(d_v, (slice(*units), ...), own_v)
-            for rows, (d_rows, own) in zip(self._row_runs(units[1] - units[0]), found, strict=True):
-                d_q = backend.assign(d_q, (slice(*units), slice(*rows), ...), d_rows)
-                sums = {n: x + own[n] for n, x in sums.items()}
+        found = backend.map(run, self.tasks, work=2 * self._work())
+        if not found:
+            return {}
+        gradients: dict[str, Any] = {}
+        for name, side in (("q", 0), ("k", 1), ("v", 1)):
+            x = xp.concat([part[name] for part in found], axis=0)
+            gradients[name] = xp.reshape(x, (self.batch, self.h, self.lengths[side], x.shape[-1]))
+        for name in ("scale", "relative_keys", "relative_values"):
+            if name in found[0]:
+                gradients[name] = sum(part[name] for part in found)
         if self.memory is not None:
-            by_cluster = (self.batch, self.h, self.c, self._columns() - self.n_k)
-            for name, x in (("memory_keys", d_k), ("memory_values", d_v)):
-                sums[name] = xp.sum(xp.reshape(x[:, self.n_k :, :], (*by_cluster, x.shape[-1])), axis=0)
-            d_k, d_v = d_k[:, : self.n_k, :], d_v[:, : self.n_k, :]
-        d_q = self.to_tokens(d_q, 0)  # still without scale
-        own = xp.reshape(self.q, d_q.shape)
-        sums["scale"] = xp.sum(xp.where(d_q == 0, xp.zeros_like(d_q), d_q * own))
-        return {"q": d_q * self.scale, "k": self.to_tokens(d_k, 1), "v": self.to_tokens(d_v, 1), **sums}
+            for name in ("memory_keys", "memory_values"):
+                x = xp.concat([part[name] for part in found], axis=0)
+                gradients[name] = xp.sum(xp.reshape(x, (self.batch, self.h, self.c, *x.shape[1:])), axis=0)
+        return gradients
+
+    def _backward_task(self, task: _Task, d_output: Any) -> dict[str, Any]:
+        xp = self.backend.xp
+        d_tokens = d_output[task.n0 : task.n1, ...] * task.share
+        d_flat = xp.reshape(d_tokens, (-1, d_tokens.shape[-1]))
+        finite = self.finite and _finite(d_flat)
+        first = task.n0 * self.lengths[0]
+        d_q, d_k, d_v, sums = [], [], [], {}
+        for units, part, lse in zip(task.runs, task.part, task.lse, strict=True):
+            k, v = self._keys(units)
+            rows_q: list[Any] = []
+            rows_k: Any = 0.0
+            rows_v: Any = 0.0
+            for rows in self._row_runs(units[1] - units[0]):
+                d_o = self._take(d_flat, 0, units, slice(*rows), first)
+                at = (slice(None), slice(*rows))
+                found = self._backward_rows(units, rows, k, v, part[(*at, ...)], lse[at], d_o, finite)
+                rows_q.append(found[0])
+                rows_k, rows_v = rows_k + found[1], rows_v + found[2]
+                sums = {n: x + sums.get(n, 0.0) for n, x in found[3].items()}
+            d_q.append(_concat(xp, rows_q, 1))
+            d_k.append(rows_k)
+            d_v.append(rows_v)
+        if self.memory is not None:
+            sums["memory_keys"] = _concat(xp, [x[:, self.n_k :, :] for x in d_k], 0)
+            sums["memory_values"] = _concat(xp, [x[:, self.n_k :, :] for x in d_v], 0)
+            d_k, d_v = [x[:, : self.n_k, :] for x in d_k], [x[:, : self.n_k, :] for x in d_v]
+        by_token = self._to_tokens(task, 0, d_q)  # still without scale
+        own = xp.reshape(self.q[first : first + d_flat.shape[0], :], by_token.shape)
+        return {
+            "q": by_token * self.scale,
+            "k": self._to_tokens(task, 1, d_k),
+            "v": self._to_tokens(task, 1, d_v),
+            "scale": xp.sum(xp.where(by_token == 0, xp.zeros_like(by_token), by_token * own)),
+            **sums,
+        }
 
     def _backward_rows(
         self,
@@ -319,15 +358,14 @@ class Clusters:
         v: Any,
         part: Any,
         lse: Any,
-        d_flat: Any,
+        d_o: Any,
         finite: bool,
     ) -> tuple[Any, Any, Any, dict[str, Any]]:
         xp, backend, at = self.backend.xp, self.backend, slice(*rows)
         seen = self._visible(units, at)
-        q, d_o = self._take(self.sources[0], 0, units, at), self._take(d_flat, 0, units, at)
-        z = lse[slice(*units), at]
+        q = self._take(self.sources[0], 0, units, at)
         weights = self._logits(q, k, rows, seen)
-        weights -= xp.where(real(z) == -math.inf, xp.zeros_like(z), z)[..., None]
+        weights -= xp.where(real(lse) == -math.inf, xp.zeros_like(lse), lse)[..., None]
         weights = backend.exp_into(weights)
         factors = self._factors(units, at)
         kept = weights if factors is None else weights * factors
@@ -342,7 +380,7 @@ class Clusters:
             own["relative_values"] = backend.segment_add(shares, gap, self.relative_values.shape[0])
         if factors is not None:
             d_logits = d_logits * factors
-        d_logits -= xp.sum(d_o * part[slice(*units), at, ...], axis=-1, keepdims=True)  # dP - Delta
+        d_logits -= xp.sum(d_o * part, axis=-1, keepdims=True)  # dP - Delta
         d_logits *= weights
         if seen is not None and not finite:
             d_logits = xp.where(seen, d_logits, xp.zeros_like(d_logits))
@@ -361,3 +399,7 @@ def _finite(x: Any) -> bool:
     """Whether no entry is NaN or infinite (a sum that overflows says no as well): one pass, no array."""
     xp = namespace(x)
     return bool(xp.isfinite(xp.sum(x)))
+
+
+def _concat(xp: Any, parts: list[Any], axis: int) -> Any:
+    return parts[0] if len(parts) == 1 else xp.concat(parts, axis=axis)
