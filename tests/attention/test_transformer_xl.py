@@ -1,5 +1,7 @@
 """transformer_xl_attention: gradients, definition, tiles, stored cases, equivalences, terms, cost, mistakes, bad input."""
 
+import tracemalloc
+
 import array_api_strict
 import numpy as np
 import pytest
@@ -93,6 +95,19 @@ def test_many_tiles_equal_one(options):
     got, want = back(d), back_whole(d)
     for n in want:  # sums over up to 300 x 1500 pairs, in units of their largest
         assert np.abs(got[n] - want[n]).max() <= 1500 * EPS * np.abs(want[n]).max()
+
+
+def test_memory_is_linear_in_the_length():
+    """2048 x 4096 logits in float64 would be 64 MiB; a few tiles and the arrays are a fraction of it."""
+    arguments = attention.example(rng(4), b=1, h=1, q=2048, k=4096, d=4, e=4)
+    tracemalloc.start()
+    try:
+        result, pullback = attention.vjp(**arguments)
+        pullback(result.output)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 24 << 20
 
 
 def test_leading_axes():
