@@ -103,7 +103,7 @@ def _kernels() -> dict[str, Any]:
     # of x / ln 2 + 1.5 * 2^52 (2^23), so the loop holds no conversion that would stop the compiler from vectorising it.
     # "contract" alone: reassociation would cancel that sum.
     @jit(fastmath={"contract"})
-    def exp_64(x, shift, bits, powers):  # type: ignore[no-untyped-def]
+    def exp_64(x, shift, bits, powers):
         for j in range(x.size):
             y = max(x[j] - shift, -708.0)
             magic = y * 1.4426950408889634 + 6755399441055744.0
@@ -120,7 +120,7 @@ def _kernels() -> dict[str, Any]:
             x[j] *= powers[j]
 
     @jit(fastmath={"contract"})
-    def exp_32(x, shift, bits, powers):  # type: ignore[no-untyped-def]
+    def exp_32(x, shift, bits, powers):
         f = np.float32
         for j in range(x.size):
             y = max(x[j] - shift, f(-87.0))
@@ -138,21 +138,21 @@ def _kernels() -> dict[str, Any]:
             x[j] *= powers[j]
 
     @jit(fastmath={"reassoc"})
-    def total_of(x):  # type: ignore[no-untyped-def]
+    def total_of(x):
         total = x.dtype.type(0)
         for j in range(x.size):
             total += x[j]
         return total
 
     @jit(fastmath={"nnan", "nsz"})
-    def highest(x):  # type: ignore[no-untyped-def]
+    def highest(x):
         top = x[0]
         for j in range(x.size):
             top = max(top, x[j])
         return top
 
     @jit
-    def has_nan(x):  # type: ignore[no-untyped-def]
+    def has_nan(x):
         odd = 0
         for j in range(x.size):
             odd |= int(x[j] != x[j])
@@ -160,7 +160,7 @@ def _kernels() -> dict[str, Any]:
 
     def kernel(exp: Any, integer: Any) -> Any:
         @jit
-        def tile(q, k, v, first, last, output, lse):  # type: ignore[no-untyped-def]
+        def tile(q, k, v, first, last, output, lse):
             number = q.dtype.type
             rows, keys, channels = q.shape[0], min(KEYS, k.shape[0]), output.shape[1]
             buffer = np.empty(rows * keys, q.dtype)

@@ -71,5 +71,5 @@ class NumbaCudaBackend(NumpyBackend if _simulated() else CupyBackend):  # type: 
         flat_output, flat_lse = output.reshape(units, q, e), lse.reshape(units, q)
         from refattn.backends.numba_cuda_kernel import launch  # imports numba.cuda
 
-        launch(rows, keys, values, *runs, r, flat_output, flat_lse)
+        launch(rows, keys, values, runs[0], runs[1], r, flat_output, flat_lse)
         return output, lse

@@ -35,7 +35,7 @@ def _kernel(dtype: str) -> Any:
     number = {"float32": float32, "float64": float64}[dtype]
 
     @cuda.jit
-    def attend_rows(q, k, v, first, last, r, output, lse):  # type: ignore[no-untyped-def]
+    def attend_rows(q, k, v, first, last, r, output, lse):
         key_tile = cuda.shared.array((ROWS, CHANNELS), number)
         value_tile = cuda.shared.array((ROWS, CHANNELS), number)
         row = cuda.local.array(CHANNELS, number)

@@ -195,6 +195,14 @@ def slice_blocks(problem: AttentionProblem, group: Group, xp: Any) -> Iterator[B
                 yield Block(queries, Span(s, e), tile)
 
 
+def whole_block(problem: AttentionProblem, group: Group, xp: Any) -> Iterator[Block]:
+    """All queries of a group against all keys, invisible pairs included: what ``keep_weights`` shows."""
+    n_k = problem.k.shape[-2]
+    if n_k and group.q[1] > group.q[0]:
+        tile = None if problem.visibility is None else _Tile(problem, group, *group.q, 0, n_k, xp)
+        yield Block(Span(*group.q), Span(0, n_k), tile)
+
+
 def _segments(
     pattern: Any, i0: int, i1: int, j0: int, j1: int, least: int, asked: dict[str, Any]
 ) -> list[tuple[str, int, int]]:
@@ -298,8 +306,8 @@ def rows_of_logits(problem: AttentionProblem, group: Group, backend: Any) -> Ite
     for i0 in range(*group.q, rows):
         i1 = min(i0 + rows, group.q[1])
         pattern = problem.visibility
-        seen = None if pattern is None or pattern.classify(i0, i1, 0, n_k, **asked) == "full" else True
-        view.enter(Block(Span(i0, i1), Span(0, n_k), seen and _Tile(problem, group, i0, i1, 0, n_k, xp)))
+        seen = pattern is None or pattern.classify(i0, i1, 0, n_k, **asked) == "full"
+        view.enter(Block(Span(i0, i1), Span(0, n_k), None if seen else _Tile(problem, group, i0, i1, 0, n_k, xp)))
         view.q = view.queries.take(q) * problem.scale
         s = real(_logits(view, k, neutral=False)[0])
         s = xp.where(xp.isnan(s), xp.full_like(s, math.inf), s)
@@ -380,7 +388,7 @@ def forward_group(problem: AttentionProblem, group: Group, backend: Any, keep: b
             rows = Span(queries.start - start, queries.stop - start)
             output, lse = rows.assign(backend, output, part), rows.assign_last(backend, lse, z)
 
-    for block in listed_blocks(problem, group, xp):
+    for block in whole_block(problem, group, xp) if keep else listed_blocks(problem, group, xp):
         if block.queries is not queries:
             flush()
             queries, state = block.queries, None

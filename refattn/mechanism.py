@@ -81,7 +81,11 @@ class Function:
             raise TypeError(f"{self.name}: {sorted(unknown)} are not arguments of its forward")
         self.__doc__ = doc or forward.__doc__
         self.__name__ = self.name
-        self.__wrapped__ = forward  # inspect.signature and doctest look here
+        self.__wrapped__ = forward  # where doctest finds the source
+        shown = [p for n, p in parameters.items() if n in self._options]
+        common = dict(zip(_COMMON, (None, None, "auto"), strict=True))
+        shown += [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d) for n, d in common.items()]
+        self.__signature__ = inspect.Signature(shown)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__.lower()} {self.name}>"
@@ -211,7 +215,7 @@ class _Call:
         if self.compute is not None:
             for name in self.owner._floating:
                 x = arguments.get(name)
-                if arrays.is_array(x) and x.dtype != self.compute:
+                if x is not None and arrays.is_array(x) and x.dtype != self.compute:
                     arguments[name] = self.xp.astype(x, self.compute)
         return self.owner._forward(**arguments, **self.extra)
 
@@ -220,7 +224,7 @@ class _Call:
         fields = dict(result.fields)
         for name in self.owner._storage:
             x = fields.get(name)
-            if arrays.is_array(x) and self.dtype is not None and x.dtype != self.dtype:
+            if x is not None and arrays.is_array(x) and self.dtype is not None and x.dtype != self.dtype:
                 fields[name] = self.xp.astype(x, self.dtype)
         return Result(**fields)
 

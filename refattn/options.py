@@ -481,7 +481,8 @@ def _visibility(
         if options["causal"]:
             parts.append(patterns.causal(align=place))
     if options["window"] is not None and tuple(options["window"]) != (None, None):
-        parts.append(patterns.window(*options["window"], align=place))
+        left, right = options["window"]
+        parts.append(patterns.window(left, right, align=place))
     if options["query_lengths"] is not None or options["key_lengths"] is not None:
         own = {}
         for name, most in (("query_lengths", n_q), ("key_lengths", n_k)):

@@ -1,5 +1,7 @@
 """The Function object: binding, dtypes, namespaces, broadcasting adjoints, cotangents; the registry."""
 
+import inspect
+
 import array_api_strict
 import numpy as np
 import pytest
@@ -101,6 +103,13 @@ def test_binding_errors_name_what_is_wrong():
         double(X.astype(int), W)
     with pytest.raises(ValueError, match="not served by the fused backend 'numba'"):
         double(X, W, backend="numba")
+
+
+def test_signature_shows_what_a_caller_may_pass():
+    parameters = inspect.signature(double).parameters
+    assert list(parameters) == ["x", "weight", "shift", "note", "backend", "compute_dtype", "algorithm"]
+    assert parameters["backend"].default is None
+    assert "backend" in inspect.signature(ra.scaled_dot_product_attention).parameters
 
 
 def test_result_is_a_read_only_record():

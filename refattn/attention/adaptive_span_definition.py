@@ -51,22 +51,23 @@ def definition(
         *batch, h, i = at
         head = (*batch, h)
         place = columns - rows + i
-        seen = []  # (column, ramp weight, logit, value)
+        seen: list[tuple[int, float, float, np.ndarray]] = []  # column, ramp weight, logit, value
         for distance in range(1, furthest + 1):
             j = place - distance
             if j < 0 or not allowed[(*at, j)]:
                 continue
-            logit = scale * math.fsum(q[at] * k[head][j])
+            logit = float(scale * math.fsum(q[at] * k[head][j]))
             if key_positions is not None:
                 table = key_positions if key_positions.ndim == 2 else key_positions[h]
                 logit += scale * math.fsum(q[at] * table[:, distance - 1])
             x = distance - 1 + distance_origin
-            m = min(1.0, max(0.0, (ramp + spans[at] - x) / ramp))
+            m = float(min(1.0, max(0.0, (ramp + spans[at] - x) / ramp)))
             seen.append((j, m, logit, v[head][j]))
             logits[at][j] = logit
         for s in range(n):
-            logit = scale * math.fsum(q[at] * persistent_keys[h, s])
-            seen.append((columns + s, 1.0, logit, persistent_values[h, s]))
+            key, value = persistent_keys[h, s], persistent_values[h, s]  # type: ignore[index]
+            logit = scale * math.fsum(q[at] * key)
+            seen.append((columns + s, 1.0, logit, value))
             logits[at][columns + s] = logit
         used = [logit for _, m, logit, _ in seen if m > 0]
         if not used:

@@ -127,7 +127,7 @@ def test_score_mod_by_complex_step_equals_its_derivative():
 
 
 def test_kept_weights_and_logits():
-    for name in ("plain", "softcap_after", "alibi", "bias_hides", "dropout", "together", "tile", "sinks_many"):
+    for name in OPTIONS:
         arguments = {**base(4), **OPTIONS[name]}
         got, want = (
             attention.forward(**arguments, keep_weights=True),
