@@ -199,4 +199,6 @@ def unit_norm_backward(normal: Any, factor: Any, d_normal: Any, eps: float) -> A
     xp = namespace(normal)
     along = xp.sum(normal * d_normal, axis=-1, keepdims=True)
     along = xp.where(real(factor) < 1 / eps, along, xp.zeros_like(along))
-    return factor * (d_normal - normal * along)
+    d_x = d_normal - normal * along
+    d_x *= factor
+    return d_x

@@ -230,6 +230,7 @@ def forward(
                 _relative("relative_values", relative_values, v.shape[-1]),
             ),
             algorithm=algorithm,
+            d_scale=shared.get("scale") is not None,
         )
         output = clusters.forward(average_eps, real_q)
     result = Result(
@@ -259,26 +260,30 @@ def backward(saved: Any, *, output: Any, commitment_loss: Any) -> dict[str, Any]
         found: dict[str, Any] = {}
         if output is not None:
             found = clusters.backward(flatten_leading(output, 3, lead))
-        d_q = found.get("q", xp.zeros_like(q_norm[0]))
-        d_k = normalise_backward(*key_norm, found.get("k", xp.zeros_like(k_norm[0])))
-        beside = [0.0, 0.0]  # what reaches q and k without passing the normalisation of the logits
+        # what queries, keys and loss send back, before and behind the normalisation of the logits
+        inner: list[Any] = [found.get("q"), None if output is None else normalise_backward(*key_norm, found["k"])]
+        outer: list[Any] = [None, None]
         if commitment_loss is not None:
             for n, (x, route) in enumerate(zip(routed, routes, strict=True)):
                 d_x = x.backward(2.0 * commitment_loss / entries)
-                if route[2] != "same":
-                    beside[n] = normalise_backward(*route, d_x)
-                elif n == 0:
-                    d_q = d_q + d_x
+                if route[2] == "same":
+                    inner[n] = _sum(inner[n], d_x)
                 else:
-                    d_k = d_k + d_x
+                    outer[n] = normalise_backward(*route, d_x)
         if same:
-            d_q = normalise_backward(*q_norm, d_q + d_k) + beside[0]
-        else:
-            d_q = normalise_backward(*q_norm, d_q) + beside[0]
-            d_k = normalise_backward(*k_norm, d_k) + beside[1]
-    gradients = {"q": d_q, "k": None if same else d_k, "v": found.get("v")}
+            inner = [_sum(*inner), None]
+        d_q, d_k = (
+            _sum(None if d is None else normalise_backward(*norm, d), beside)
+            for d, norm, beside in zip(inner, (q_norm, k_norm), outer, strict=True)
+        )
+    gradients = {"q": d_q, "k": d_k, "v": found.get("v")}
     gradients = {n: None if g is None else xp.reshape(g, (*lead, *g.shape[1:])) for n, g in gradients.items()}
     return {**found, **gradients}
+
+
+def _sum(x: Any, y: Any) -> Any:
+    """x + y, either of which may be None."""
+    return y if x is None else x if y is None else x + y
 
 
 # ------------------------------------------------------------------------------------------------ arguments

@@ -41,13 +41,14 @@ class Clusters:
         memory: tuple[Any, Any] | None,
         relative: tuple[Any, Any],
         algorithm: str,
+        d_scale: bool,
     ) -> None:
         xp = backend.xp
         self.backend, self.scale = backend, problem.scale
         self.visibility, self.dropout = problem.visibility, problem.dropout
         self.causal, self.self_attention, self.memory = causal, self_attention, memory
         self.relative_keys, self.relative_values = relative
-        self.algorithm = algorithm
+        self.algorithm, self.d_scale = algorithm, d_scale
         b, self.h, self.c, self.n_q = members[0].shape
         self.n_k = members[1].shape[-1]
         self.units = b * self.h * self.c
@@ -341,12 +342,13 @@ class Clusters:
             sums["memory_values"] = _concat(xp, [x[:, self.n_k :, :] for x in d_v], 0)
             d_k, d_v = [x[:, : self.n_k, :] for x in d_k], [x[:, : self.n_k, :] for x in d_v]
         by_token = self._to_tokens(task, 0, d_q)  # still without scale
-        own = xp.reshape(self.q[first : first + d_flat.shape[0], :], by_token.shape)
+        if self.d_scale:
+            own = xp.reshape(self.q[first : first + d_flat.shape[0], :], by_token.shape)
+            sums["scale"] = xp.sum(xp.where(by_token == 0, xp.zeros_like(by_token), by_token * own))
         return {
             "q": by_token * self.scale,
             "k": self._to_tokens(task, 1, d_k),
             "v": self._to_tokens(task, 1, d_v),
-            "scale": xp.sum(xp.where(by_token == 0, xp.zeros_like(by_token), by_token * own)),
             **sums,
         }
 
