@@ -127,36 +127,41 @@ class Question:
         return {}
 
     def answer(
-        self,
-        arguments: Mapping[str, Any],
-        *,
-        conventions: Conventions | None = None,
-        cotangents: Any = None,
-        **how: Any,
+        self, arguments: Mapping[str, Any], cotangents: Any, conventions: Conventions | None = None, **how: Any
     ) -> dict[str, np.ndarray]:
         """Results and gradients by array name, as a candidate of these conventions should give them."""
-        follow = conventions or self.conventions
-        given = self.cotangents if cotangents is None else cotangents
-        result, gradients = self.raw(arguments, conventions_.reference_cotangents(given, follow), **how)
-        values = conventions_.reference_result(result, arguments, follow)
-        values = {n: x for n, x in values.items() if n in self.mechanism.outputs}
-        if gradients:
-            plain = {n: arrays.to_numpy(x) for n, x in given.items()}
-            wanted = conventions_.reference_gradients(gradients, result, arguments, plain, follow, self.options)
-            values |= {f"d_{n}": x for n, x in wanted.items() if n in self.wrt}
-        return values
+        result, pullback = self.vjp(arguments, **how)
+        return self.read(result, pullback, arguments, cotangents, conventions)
 
-    def raw(
-        self, arguments: Mapping[str, Any], cotangents: Mapping[str, Any], **how: Any
-    ) -> tuple[Any, dict[str, Any]]:
-        """The mechanism's own Result and gradients."""
+    def vjp(self, arguments: Mapping[str, Any], **how: Any) -> tuple[Any, Any]:
+        """The mechanism's own Result, and its pullback where gradients are wanted."""
         if self.backend is not None:
             how.setdefault("backend", self.backend)
         with np.errstate(all="ignore"):
-            if not self.wrt or not cotangents:
-                return self.mechanism.forward(**arguments, **how), {}
-            result, pullback = self.mechanism.vjp(**arguments, **how)
-            return result, pullback(**cotangents)
+            if self.wrt and self.cotangents:
+                return self.mechanism.vjp(**arguments, **how)
+            return self.mechanism.forward(**arguments, **how), None
+
+    def read(
+        self,
+        result: Any,
+        pullback: Any,
+        arguments: Mapping[str, Any],
+        cotangents: Mapping[str, Any],
+        conventions: Conventions | None = None,
+    ) -> dict[str, np.ndarray]:
+        """A Result and its gradients in the conventions asked for, as NumPy arrays."""
+        follow = conventions or self.conventions
+        host = {n: arrays.to_numpy(x) if arrays.is_array(x) else x for n, x in arguments.items()}
+        values = conventions_.reference_result(result, host, follow)
+        values = {n: x for n, x in values.items() if n in self.mechanism.outputs}
+        if pullback is not None:
+            with np.errstate(all="ignore"):
+                gradients = pullback(**conventions_.reference_cotangents(cotangents, follow))
+            plain = {n: arrays.to_numpy(x) for n, x in cotangents.items()}
+            wanted = conventions_.reference_gradients(gradients, result, host, plain, follow, self.options)
+            values |= {f"d_{n}": x for n, x in wanted.items() if n in self.wrt}
+        return values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,31 +198,32 @@ def truth_of(question: Question) -> Truth:
         If the float64 reference has a NaN that no input explains.
     """
     follow, mechanism = question.conventions, question.mechanism
-    exact = question.arguments()
-    cotangents = question.cotangents64
-    result, gradients = question.raw(exact, conventions_.reference_cotangents(cotangents, follow))
-    named = {n: getattr(result, n) for n in mechanism.outputs if n in result} | {
-        f"d_{n}": gradients[n] for n in gradients
-    }
-    for name, x in named.items():
+    exact, cotangents = question.arguments(), question.cotangents64
+    # The weights come with the same call; after dropout they are no softmax, so then they are asked for apart.
+    keep = {"keep_weights": True} if _bounded(mechanism) and exact.get("dropout_mask") is None else {}
+    result, pullback = question.vjp(exact, **keep)
+    native = dataclasses.replace(question, conventions=Conventions()).read(result, pullback, exact, cotangents)
+    for name, x in native.items():
         if np.isnan(x).any() and not _nan_is_due(mechanism, exact):
             shapes = ", ".join(f"{n} {np.shape(x)}" for n, x in exact.items() if isinstance(x, np.ndarray))
             raise ReferenceNaNError(f"{mechanism.name}: NaN in {name} of the reference ({shapes}): an error of refattn")
-    values = {n: _float64(x) for n, x in question.answer(exact, cotangents=cotangents).items()}
+    values = {n: _float64(x) for n, x in question.read(result, pullback, exact, cotangents).items()}
     left_open = dict(conventions_.open_elements(result, exact, follow))
     if conventions_.gradients_open(result, exact, follow):
         left_open |= {n: np.ones(x.shape, dtype=bool) for n, x in values.items() if n.startswith("d_")}
 
-    runs = list(_orders(question, exact, values))
+    runs = [*_orders(question, exact, values), _noisy_row_term(question, exact, result, pullback)]
     unit, accumulate = precision.unit_roundoff(question.precision), _accumulation(question.precision)
-    bounds, worst, kinds = {}, {}, {}
+    bounds, worst = {}, {}
+    kinds = dict.fromkeys(values, "spread")
     for name, x in values.items():
-        kinds[name] = "spread"
         stored = accumulate if name == "lse" else unit
         bounds[name] = _spread(x, [_float64(run[name]) for run in runs if name in run], stored, accumulate)
-    derived = _derived(question, exact)
+    derived = _derived(question, exact, result)
     if derived is not None and derived[0].shape == values["output"].shape:
-        bounds["output"], worst["output"] = derived
+        # Rows that a convention fills otherwise (the mean of v in empty rows) are no weighted sum: their bound is the spread.
+        filled = (values["output"] != native["output"]) & ~np.isnan(native["output"])
+        bounds["output"], worst["output"] = (np.where(filled, np.fmax(x, bounds["output"]), x) for x in derived)
         kinds["output"] = "derived"
     return Truth(question, values, bounds, worst, kinds, left_open)
 
@@ -243,18 +249,15 @@ def _orders(
     cotangents = {n: x.astype(compute) for n, x in question.cotangents.items()}
     algorithms = ("whole", "tiled") if "algorithm" in question.mechanism._wants else ("auto",)
     for algorithm in algorithms:
-        yield _stored(question.answer(cast, cotangents=cotangents, algorithm=algorithm), name)
+        yield _stored(question.answer(cast, cotangents, algorithm=algorithm), name)
     for alone in (True, False):
-        if _is_legal(_reordered(question, exact, question.cotangents64, alone), values):
-            yield _stored(_reordered(question, cast, cotangents, alone) or {}, name)
+        if _is_legal(question, exact, values, alone):
+            yield _stored(_reordered(question, cast, cotangents, alone), name)
             break
     if arrays.is_half(name):
         xp = _RoundedOperands(name, _channels(cast))
         inside = {n: _inside(xp, n, x) for n, x in cast.items()}
-        yield _stored(question.answer(inside, cotangents={n: xp.asarray(x) for n, x in cotangents.items()}), name)
-    noisy = _noisy_row_term(question, exact)
-    if noisy is not None:
-        yield noisy
+        yield _stored(question.answer(inside, {n: xp.asarray(x) for n, x in cotangents.items()}), name)
 
 
 def _channels(arguments: Mapping[str, Any]) -> frozenset[int]:
@@ -276,19 +279,16 @@ def _stored(values: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
         return {n: x if n == "lse" or x.ndim == 0 else x.astype(kind) for n, x in values.items()}
 
 
-def _reordered(question: Question, cast: dict[str, Any], cotangents: Any, alone: bool) -> dict[str, np.ndarray] | None:
+def _reordered(question: Question, cast: dict[str, Any], cotangents: Any, alone: bool) -> dict[str, np.ndarray]:
     """Channels in reverse order: of q and k ``alone``, with the scale folded into q, or of every array that has them."""
-    mechanism = question.mechanism
-    if not {"q", "k", "v"} <= set(mechanism._positional) or not {"scale", "keep_weights"} <= set(mechanism._options):
-        return None
     q, k = cast["q"], cast["k"]
     if not alone:
         turned = [n for n, x in cast.items() if n != "v" and _floating(x) and x.shape[-1:] == q.shape[-1:]]
-        values = question.answer(cast | {n: cast[n][..., ::-1] for n in turned}, cotangents=cotangents)
+        values = question.answer(cast | {n: cast[n][..., ::-1] for n in turned}, cotangents)
         return values | {f"d_{n}": values[f"d_{n}"][..., ::-1] for n in turned if f"d_{n}" in values}
     scale = q.dtype.type(q.shape[-1] ** -0.5 if cast.get("scale") is None else cast["scale"])
     folded = {**cast, "q": (q * scale)[..., ::-1], "k": k[..., ::-1], "scale": 1.0}
-    values = question.answer(folded, cotangents=cotangents)
+    values = question.answer(folded, cotangents)
     values.pop("d_scale", None)
     if "d_q" in values:
         values["d_q"] = values["d_q"][..., ::-1] * scale
@@ -297,18 +297,29 @@ def _reordered(question: Question, cast: dict[str, Any], cotangents: Any, alone:
     return values
 
 
-def _is_legal(reordered: dict[str, np.ndarray] | None, values: dict[str, np.ndarray]) -> bool:
-    """Whether a reordering is the same function: not where other arrays carry the channels or the scale too."""
-    if reordered is None:
+_legal: dict[tuple[str, frozenset[str], bool], bool] = {}
+
+
+def _is_legal(question: Question, exact: dict[str, Any], values: dict[str, np.ndarray], alone: bool) -> bool:
+    """Whether a reordering is the same function: not where other arrays carry the channels or the scale too.
+
+    Tried once per mechanism and set of arguments.
+    """
+    mechanism = question.mechanism
+    if not {"q", "k", "v"} <= set(mechanism._positional) or not {"scale", "keep_weights"} <= set(mechanism._options):
         return False
-    for name, x in reordered.items():
-        right = values[name]
-        finite = np.isfinite(right)
-        size = np.max(np.abs(right[finite]), initial=0.0)
-        with np.errstate(invalid="ignore"):
-            if np.any(np.abs(x - right)[finite] > 1e-6 * size + _TINY):
-                return False
-    return True
+    key = (mechanism.name, frozenset(exact), alone)
+    if key not in _legal:
+        reordered = _reordered(question, exact, question.cotangents64, alone)
+        _legal[key] = all(_same(x, values[name]) for name, x in reordered.items())
+    return _legal[key]
+
+
+def _same(x: np.ndarray, right: np.ndarray) -> bool:
+    finite = np.isfinite(right)
+    size = np.max(np.abs(right[finite]), initial=0.0)
+    with np.errstate(invalid="ignore"):
+        return not np.any(np.abs(x - right)[finite] > 1e-6 * size + _TINY)
 
 
 class _RoundedOperands(precision.Instrumented):
@@ -332,25 +343,25 @@ class _RoundedOperands(precision.Instrumented):
         return raw
 
 
-def _noisy_row_term(question: Question, exact: dict[str, Any]) -> dict[str, np.ndarray] | None:
+def _noisy_row_term(question: Question, exact: dict[str, Any], result: Any, pullback: Any) -> dict[str, np.ndarray]:
     """Gradients when the row term (sum of d_output * output) comes from an output rounded to the storage dtype.
 
     An error of that term acts like a cotangent of the lse.  It is what keeps gradients that cancel exactly (a row with
     one key) from getting the bound 0.
     """
-    if not question.wrt or "lse" not in question.mechanism.outputs or "output" not in question.cotangents:
-        return None
     cotangents = question.cotangents64
-    result, _ = question.raw(exact, {})
+    if pullback is None or "lse" not in question.mechanism.outputs or "output" not in cotangents:
+        return {}
     output, lse = np.asarray(result.output), np.asarray(result.lse)
     size = np.sqrt(np.sum(np.square(cotangents["output"] * np.where(np.isfinite(output), output, 0.0)), axis=-1))
     if size.shape != lse.shape:
-        return None
+        return {}
     signs = np.random.default_rng(0).choice([-1.0, 1.0], size.shape)
-    unit = precision.unit_roundoff(question.precision) + math.sqrt(output.shape[-1]) * _accumulation(question.precision)
+    unit = precision.unit_roundoff(question.precision)
+    unit += math.sqrt(output.shape[-1]) * _accumulation(question.precision)
     noise = np.where(np.isfinite(lse), unit * size * signs, 0.0)
     turned = {**cotangents, "lse": cotangents.get("lse", np.zeros(lse.shape)) + noise}
-    return {n: x for n, x in question.answer(exact, cotangents=turned).items() if n.startswith("d_")}
+    return {n: x for n, x in question.read(result, pullback, exact, turned).items() if n.startswith("d_")}
 
 
 def _spread(truth: np.ndarray, runs: Sequence[np.ndarray], stored: float, accumulate: float) -> np.ndarray:
@@ -374,14 +385,20 @@ _TINY = float(np.finfo(np.float32).tiny)
 # ---------------------------------------------------------------------- derived bound of the output
 
 
-def _derived(question: Question, exact: dict[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
+def _bounded(mechanism: Mechanism) -> bool:
+    return "keep_weights" in mechanism._options and {"q", "k", "v"} <= set(mechanism._positional)
+
+
+def _derived(question: Question, exact: dict[str, Any], result: Any) -> tuple[np.ndarray, np.ndarray] | None:
     """A-priori bound of the output, for mechanisms whose output is weights times values (checked, not assumed)."""
-    mechanism = question.mechanism
-    if "keep_weights" not in mechanism._options or not {"q", "k", "v"} <= set(mechanism._positional):
+    if not _bounded(question.mechanism):
         return None
-    undropped = {n: x for n, x in exact.items() if n not in ("dropout_mask", "dropout_rate")}
-    with np.errstate(all="ignore"):
-        result = mechanism.forward(**undropped, keep_weights=True)
+    if "weights" not in result:
+        undropped = {n: x for n, x in exact.items() if n not in ("dropout_mask", "dropout_rate")}
+        with np.errstate(all="ignore"):
+            result = question.mechanism.forward(**undropped, keep_weights=True)
+    if "weights" not in result or "logits" not in result:
+        return None
     q, k, v = (np.where(np.isfinite(exact[n]), exact[n], 0.0) for n in ("q", "k", "v"))
     weights, logits = np.asarray(result.weights), np.asarray(result.logits)
     heads, groups = q.shape[-3], k.shape[-3]

@@ -55,7 +55,9 @@ class Case:
         """Zeros, NaN or infinities where numbers are due: overflow or underflow of the kernel's own precision."""
         for name in self.failing:
             got, right = self.got[name].astype(np.float64), self.truth.values[name]
-            if bool((((got == 0) | ~np.isfinite(got)) & np.isfinite(right) & (right != 0)).any()):
+            if got.shape == right.shape and bool(
+                (((got == 0) | ~np.isfinite(got)) & np.isfinite(right) & (right != 0)).any()
+            ):
                 return True
         return False
 
@@ -122,7 +124,7 @@ def _convention(name: str, other: Conventions, declared: Conventions) -> Hypothe
 
     def predict(case: Case, gradients: bool, exact: bool) -> dict[str, np.ndarray] | None:
         question = case.truth.question
-        values = question.answer(question.arguments(other), conventions=other, cotangents=question.cotangents64)
+        values = question.answer(question.arguments(other), question.cotangents64, other)
         return {n: x for n, x in values.items() if n.startswith("d_") == gradients}
 
     words = ", ".join(f"{field} = {value!r}" for field, value in changed.items())
@@ -157,6 +159,8 @@ def _attempt(hypothesis: Hypothesis, case: Case, exact: bool) -> _Score:
 def _weigh(score: _Score, case: Case, name: str, wrong: np.ndarray) -> None:
     truth = case.truth
     right, bound = truth.values[name], truth.bounds[name]
+    if right.shape != wrong.shape:  # the candidate's array has another shape, and so has the hypothesis'
+        right, bound = np.full(wrong.shape, np.inf), np.full(wrong.shape, np.sqrt(np.mean(np.square(bound))))
     largest, median = THRESHOLDS[truth.question.precision][truth.kinds[name]]
     wide = _around(wrong, right, bound, unit_roundoff(truth.question.precision))
     other = not passes(*statistics(_units(case, name, wrong, right, wide), counted(right)), (largest, median))
@@ -171,7 +175,8 @@ def _weigh(score: _Score, case: Case, name: str, wrong: np.ndarray) -> None:
 
 def _units(case: Case, name: str, got: np.ndarray, wanted: np.ndarray, bound: np.ndarray) -> np.ndarray:
     units = ratio(got, wanted, bound, leak=case.leak)
-    return np.where(case.truth.open.get(name, np.zeros((), dtype=bool)), 0.0, units)
+    left_open = case.truth.open.get(name)
+    return units if left_open is None or left_open.shape != units.shape else np.where(left_open, 0.0, units)
 
 
 def _around(wrong: np.ndarray, right: np.ndarray, bound: np.ndarray, unit: float) -> np.ndarray:

@@ -33,6 +33,12 @@ __all__ = ["CONVENTIONS", "Probe", "probes", "storage_dtype"]
 CONVENTIONS = ("align", "head_map", "softcap_after_bias", "lse_includes_sinks")
 """Arguments that say what is by design: they never decide whether a probe runs."""
 
+LONGEST = 200
+"""Positions of a sequence that is queries and keys alike: its pairs are the square."""
+
+MARGIN = 1e-5
+"""A probe of a mechanism that chooses keeps all its choices this far apart: some hundred roundings of float32."""
+
 _POSITIONED = ("causal", "window", "alibi_slopes")
 _NONE: Mapping[str, Any] = {}
 
@@ -236,7 +242,7 @@ class _Maker:
         """q, k, v with logits of about N(shift, amplitude^2) at the default scale, and a generator for the rest."""
         g = g if self.gqa else h
         e = e if self.value_size else d
-        given = self.example(name, b=b, h=h, g=g, q=q, k=k, t=k, d=d, e=e, x=4, y=5)
+        given = self.example(name, b=b, h=h, g=g, q=q, k=k, t=min(k, LONGEST), d=d, e=e, x=4, y=5)
         rng = self.rng(name + " options")
         given["q"] = given["q"] * amplitude
         if shift:
@@ -266,13 +272,18 @@ class _Maker:
         )
         if self.softmax and self.square and not square:
             return
+        if self.softmax and self.square:
+            given = _squared(given)
         positioned = any(given.get(n) is not None and given.get(n) is not False for n in _POSITIONED)
         lengths = "query_lengths" in given or "key_lengths" in given
         if positioned and self.has("align") and "align" not in given and (not square or lengths):
             given["align"] = "lower_right"
-        if self.fixed and self.made and not _valid(self.mechanism, given):
-            return  # a fixed option that does not go with this probe
-        result = self.mechanism.forward(**given)
+        try:
+            result = self.mechanism.forward(**given)
+        except (ValueError, TypeError):
+            if not self.made:  # the plainest call must be possible
+                raise
+            return  # lengths or fixed options that this mechanism refuses
         rng = self.rng(name + " cotangents")
         cotangents = {
             n: rng.standard_normal(np.shape(getattr(result, n))) for n in self.mechanism.outputs if n in result
@@ -300,6 +311,17 @@ class _Maker:
         options = {n: x for n, x in entry.items() if len(n) > 1}
         given = self.mechanism.example(self.rng(name), **sizes, **options)
         self.add(name, says, {**options, **given})
+
+
+def _squared(given: dict[str, Any]) -> dict[str, Any]:
+    """Options drawn for q x k pairs, with their rows repeated or cut to the one length that q and k have here."""
+    length = given["q"].shape[-2]
+    found = dict(given)
+    for name, axis in (("mask", -2), ("bias", -2), ("dropout_mask", -2), ("query_segments", -1)):
+        x = given.get(name)
+        if isinstance(x, np.ndarray) and x.ndim >= -axis and x.shape[axis] not in (1, length):
+            found[name] = np.take(x, np.arange(length) % x.shape[axis], axis=axis)
+    return found
 
 
 def _is_real(x: Any) -> bool:
@@ -373,10 +395,16 @@ def _shapes(make: _Maker) -> None:
     make.add("one_key", "one key: every weight is 1, the gradients of q and k cancel exactly", given)
     given, _ = make.arrays("one_group", h=5, g=1, q=9, k=17)
     make.add("one_group", "one key head for all query heads", given)
-    given, _ = make.arrays("tile_exact", b=1, h=3, g=1, q=64, k=64)
+    given, _ = make.arrays("tile_exact", b=1, q=64, k=64)
     make.add("tile_exact", "lengths that are multiples of the usual tiles", given)
     given, _ = make.arrays("tile_plus_one", b=1, q=17, k=129)
     make.add("tile_plus_one", "129 keys: one beyond a tile of 128, 64 and 32", given)
+    given, _ = make.arrays("tile_plus_one_queries", b=1, q=129, k=17)
+    make.add(
+        "tile_plus_one_queries", "129 queries: gradients of the keys are summed over several tiles of queries", given
+    )
+    given, _ = make.arrays("wide_channels", b=1, q=9, k=17, d=136, e=72)
+    make.add("wide_channels", "136 key and 72 value channels: more than one block of each, the last one ragged", given)
     # Logits around -6: a padded tail key with logit 0 outweighs hundreds of real ones.
     given, _ = make.arrays("long_tail", b=1, q=3, k=1000, shift=-6.0)
     make.add("long_tail", "1000 keys with negative logits: zero-padded tail keys in the denominator show", given)
@@ -386,35 +414,35 @@ def _shapes(make: _Maker) -> None:
 
 
 def _ranges(make: _Maker) -> None:
-    given, rng = make.arrays("negative_logits", q=17, k=65, b=1)
-    _range_of_logits(given, rng, -160.0, 12.0)
+    given, rng = make.arrays("negative_logits", q=17, k=161, b=1)
+    _range_of_logits(given, rng, -160.0, 9.0)
     make.add(
         "negative_logits", "all logits between -200 and -120: a running maximum that starts at 0 gives zero rows", given
     )
-    given, rng = make.arrays("far_negative_logits", q=9, k=33, b=1)
+    given, rng = make.arrays("far_negative_logits")
     _range_of_logits(given, rng, -1e5, 3.0)
     make.add("far_negative_logits", "logits near -1e5: a finite number that stands for 'masked' shows", given)
-    given, rng = make.arrays("large_logits", q=9, k=33, b=1)
+    given, rng = make.arrays("large_logits")
     _range_of_logits(given, rng, 2.2e4, 3.0)
     make.add("large_logits", "q.k beyond 65504, scale * q.k below: overflow before the scale in float16", given)
-    given, _ = make.arrays("duplicates", q=11, k=34, b=1, amplitude=2.0)
+    given, _ = make.arrays("duplicates", amplitude=2.0)
     half = given["k"].shape[-2] // 2
     given["k"][..., half : 2 * half, :] = given["k"][..., :half, :]
-    make.add("duplicates", "every key stands twice, with different values", given)
-    given, rng = make.arrays("outliers", q=13, k=37, b=1)
+    make.add("duplicates", "16 keys stand twice, with different values", given)
+    given, rng = make.arrays("outliers")
     given["q"][..., 3] *= 12.0
     given["k"][..., 5, :] *= 15.0
     given["v"][..., 7, :] *= 30.0
     make.add("outliers", "one channel, one key and one value much larger than the rest", given)
     if make.has("mask"):
         given, rng = make.arrays("negative_masked_tile", q=17, k=161, b=1)
-        _range_of_logits(given, rng, -160.0, 12.0)
+        _range_of_logits(given, rng, -160.0, 9.0)
         mask = np.ones((1, 1, 17, 161), dtype=bool)
         mask[..., :128] = False
         make.add("negative_masked_tile", "logits below -120 and the first 128 keys masked", {**given, "mask": mask})
     if make.has("window"):
         given, rng = make.arrays("negative_window", q=17, k=161, b=1)
-        _range_of_logits(given, rng, -160.0, 12.0)
+        _range_of_logits(given, rng, -160.0, 9.0)
         says = "logits below -120 and a window that sees nothing of the first tiles"
         make.add("negative_window", says, {**given, "window": (9, 0), "align": "lower_right"})
 
@@ -459,6 +487,9 @@ def _masks(make: _Maker) -> None:
     make.add(
         "mask_true", "a mask that hides nothing changes nothing", {**given, "mask": np.ones((b, 1, q, k), dtype=bool)}
     )
+    given, rng = make.arrays("mask_square", q=k, k=k)
+    says = "mask (b, 1, q, k) with as many queries as keys: a transposed read fits"
+    make.add("mask_square", says, {**given, "mask": _random_mask(rng, (b, 1, k, k))})
     given, rng = make.arrays("mask_empty_rows", amplitude=2.0)
     given["v"] = given["v"] + 1.0  # the mean of the values must not be 0: it is what some give for an empty row
     mask = _random_mask(rng, (b, 1, q, k))
@@ -491,12 +522,12 @@ def _positions(make: _Maker) -> None:
             ("causal_tile", 64, 64, "causal, lengths that are multiples of the tile"),
             ("causal_fewer_queries", 19, 33, "causal with fewer queries than keys: where the diagonal stands"),
             ("causal_more_queries", 37, 11, "causal with more queries than keys: the first rows may be empty"),
-            ("causal_one_query", 1, 17, "causal with one query (decoding)"),
+            ("causal_one_query", 1, 65, "causal with one query (decoding)"),
         ):
-            given, _ = make.arrays(name, q=q, k=k, b=1 if q == 64 else 2, amplitude=1.5)
+            given, _ = make.arrays(name, q=q, k=k, b=1 if q == 64 else 3, amplitude=1.5)
             make.add(name, says, {**given, "causal": True, **({"align": "lower_right"} if make.has("align") else {})})
         if make.has("align"):
-            given, _ = make.arrays("causal_upper_left", b=2)
+            given, _ = make.arrays("causal_upper_left")
             says = "causal, query 0 at key 0"
             make.add("causal_upper_left", says, {**given, "causal": True, "align": "upper_left"}, named=("align",))
     if make.has("causal", "mask"):
@@ -518,15 +549,15 @@ def _positions(make: _Maker) -> None:
             given, _ = make.arrays(name, q=t, k=t, d=t, e=t, b=1)
             given["v"] = np.broadcast_to(np.eye(t), given["v"].shape).copy()
             make.add(name, f"window {window} on {t} tokens, values are unit vectors", {**given, "window": window})
-        given, _ = make.arrays("window_fewer_queries", b=2)
+        given, _ = make.arrays("window_fewer_queries")
         make.add("window_fewer_queries", "window (3, 2) with fewer queries than keys", {**given, "window": (3, 2)})
-        given, _ = make.arrays("window_more_queries", q=37, k=11, b=2)
+        given, _ = make.arrays("window_more_queries", q=37, k=11)
         make.add("window_more_queries", "right edge alone with more queries than keys", {**given, "window": (None, 1)})
     if make.has("window", "causal"):
-        given, _ = make.arrays("window_causal", q=33, k=33, b=1)
+        given, _ = make.arrays("window_causal", q=33, k=33)
         make.add("window_causal", "window (4, 0) and causal", {**given, "window": (4, 0), "causal": True})
     if make.has("head_map"):
-        given, _ = make.arrays("head_map_tile", b=2)
+        given, _ = make.arrays("head_map_tile")
         make.add("head_map_tile", "query head i on key head i % g", {**given, "head_map": "tile"}, named=("head_map",))
 
 
@@ -557,10 +588,10 @@ def _lengths_and_segments(make: _Maker) -> None:
 def _logit_terms(make: _Maker) -> None:
     b, h, q, k = 3, 6, 19, 33
     if make.has("scale"):
-        given, _ = make.arrays("scale", b=2)
+        given, _ = make.arrays("scale")
         make.add("scale", "a scale of one's own", {**given, "scale": 0.37})
     if make.has("softcap"):
-        given, _ = make.arrays("softcap", amplitude=3.0, b=2)
+        given, _ = make.arrays("softcap", amplitude=3.0)
         make.add("softcap", "soft cap 1.5, logits of order 3", {**given, "softcap": 1.5})
         if make.has("mask"):
             given, rng = make.arrays("softcap_mask", amplitude=3.0)
@@ -569,7 +600,7 @@ def _logit_terms(make: _Maker) -> None:
                 "softcap_mask", "soft cap 1.5 with a mask: the cap comes first", {**given, "softcap": 1.5, "mask": mask}
             )
         if make.has("bias"):
-            given, rng = make.arrays("softcap_bias", amplitude=3.0, b=2)
+            given, rng = make.arrays("softcap_bias", amplitude=3.0)
             bias = 2.0 * rng.standard_normal((h, q, k))
             make.add(
                 "softcap_bias",
@@ -585,7 +616,7 @@ def _logit_terms(make: _Maker) -> None:
                     named=("softcap_after_bias",),
                 )
         if make.has("causal"):
-            given, _ = make.arrays("softcap_causal", amplitude=3.0, b=2)
+            given, _ = make.arrays("softcap_causal", amplitude=3.0)
             make.add("softcap_causal", "soft cap 1.5 and causal", {**given, "softcap": 1.5, "causal": True})
     if make.has("bias"):
         given, rng = make.arrays("bias")
@@ -602,6 +633,9 @@ def _logit_terms(make: _Maker) -> None:
             "bias (b, h, 1, k): the gradient is summed over queries",
             {**given, "bias": rng.standard_normal((b, h, 1, k))},
         )
+        given, rng = make.arrays("bias_square", q=k, k=k)
+        says = "bias (1, h, q, k) with as many queries as keys: a transposed read fits"
+        make.add("bias_square", says, {**given, "bias": rng.standard_normal((1, h, k, k))})
         given, rng = make.arrays("bias_hidden")
         bias = rng.standard_normal((1, h, q, k))
         bias[~_random_mask(rng, (1, h, q, k), 0.7)] = -np.inf
@@ -626,29 +660,29 @@ def _logit_terms(make: _Maker) -> None:
         make.add("one_gradient", "the gradient of q and of nothing else", given, wrt=("q",))
     if make.has("alibi_slopes"):
         slopes = np.array([0.25, 0.0625, 2.0**-6, 2.0**-8, 0.5, 0.125])  # the paper's code for 6 heads
-        given, _ = make.arrays("alibi", b=2)
+        given, _ = make.arrays("alibi")
         make.add(
             "alibi", "ALiBi for 6 heads, fewer queries than keys, both directions", {**given, "alibi_slopes": slopes}
         )
-        given, _ = make.arrays("alibi_more_queries", q=37, k=11, b=2)
+        given, _ = make.arrays("alibi_more_queries", q=37, k=11)
         make.add("alibi_more_queries", "ALiBi with more queries than keys", {**given, "alibi_slopes": slopes})
-        given, _ = make.arrays("alibi_one_query", q=1, k=17, b=2)
+        given, _ = make.arrays("alibi_one_query", q=1, k=65)
         make.add("alibi_one_query", "ALiBi in decoding: one query at the end", {**given, "alibi_slopes": slopes})
         if make.has("causal"):
-            given, _ = make.arrays("alibi_causal", b=2)
+            given, _ = make.arrays("alibi_causal")
             make.add("alibi_causal", "ALiBi and causal", {**given, "alibi_slopes": slopes, "causal": True})
 
 
 def _sinks_and_dropout(make: _Maker) -> None:
     b, h, q, k = 3, 6, 19, 33
     if make.has("sinks"):
-        given, rng = make.arrays("sinks", b=2)
+        given, rng = make.arrays("sinks")
         large = math.log(k) + rng.uniform(-1.0, 2.0, h)
         make.add("sinks", "sinks as heavy as all keys together", {**given, "sinks": large})
-        given, rng = make.arrays("sinks_negative", b=2, shift=-40.0)
+        given, rng = make.arrays("sinks_negative", shift=-40.0)
         says = "all logits near -40 and sinks beside them: a sink that is not shifted by the maximum shows"
         make.add("sinks_negative", says, {**given, "sinks": rng.uniform(-38.0, -35.0, h)})
-        given, rng = make.arrays("sinks_below_keys", b=2, shift=40.0)
+        given, rng = make.arrays("sinks_below_keys", shift=40.0)
         make.add(
             "sinks_below_keys",
             "all logits near 40 and sinks beside them",
@@ -661,10 +695,10 @@ def _sinks_and_dropout(make: _Maker) -> None:
             says = "rows without keys but with sinks: output 0, lse that of the sinks"
             make.add("sinks_empty_rows", says, {**given, "sinks": rng.uniform(-1.0, 3.0, h), "mask": mask})
         if make.has("causal"):
-            given, rng = make.arrays("sinks_causal", b=2)
+            given, rng = make.arrays("sinks_causal")
             make.add("sinks_causal", "sinks and causal", {**given, "sinks": rng.uniform(0.0, 4.0, h), "causal": True})
         if make.has("lse_includes_sinks"):
-            given, rng = make.arrays("sinks_outside_lse", b=2)
+            given, rng = make.arrays("sinks_outside_lse")
             more = {"sinks": rng.uniform(0.0, 4.0, h), "lse_includes_sinks": False}
             make.add("sinks_outside_lse", "lse of the keys alone", {**given, **more}, named=("lse_includes_sinks",))
     if make.has("dropout_mask", "dropout_rate"):
@@ -675,9 +709,9 @@ def _sinks_and_dropout(make: _Maker) -> None:
 
 
 def _memory_forms(make: _Maker) -> None:
-    given, _ = make.arrays("transposed", b=2)
+    given, _ = make.arrays("transposed")
     make.add("transposed", "length and head axes exchanged in memory", given, memory="transposed")
-    given, _ = make.arrays("sliced", b=2)
+    given, _ = make.arrays("sliced")
     make.add("sliced", "every second row of a longer array", given, memory="sliced")
     given, rng = make.arrays("expanded")
     for name in ("k", "v"):

@@ -114,7 +114,9 @@ def attention(
             out, lse = run(q, k, v, o)
         return (out.astype(q.dtype), lse) if returns_lse else out.astype(q.dtype)
 
-    def backward(d_output: Array, q: Array, k: Array, v: Array, *, d_lse: Array | None = None, **o: Any) -> dict[str, Array]:
+    def backward(
+        d_output: Array, q: Array, k: Array, v: Array, *, d_lse: Array | None = None, **o: Any
+    ) -> dict[str, Array]:
         with np.errstate(all="ignore"):
             q_, k_, v_, order = widened(q, k, v)
             out, lse = run(q, k, v, o)

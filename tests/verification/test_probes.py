@@ -1,0 +1,184 @@
+"""Probes: every mistake shows in one of them, and each is stored the way it says."""
+
+import numpy as np
+import pytest
+
+import refattn as ra
+from refattn.mechanism import Mechanism
+from refattn.records import Cost, Result
+from refattn.verification.compare import THRESHOLDS, Question, counted, passes, ratio, statistics, truth_of
+from refattn.verification.conventions import Conventions
+from refattn.verification.probes import CONVENTIONS, probes, storage_dtype
+
+DENSE = ra.scaled_dot_product_attention
+
+
+@pytest.fixture(scope="module")
+def made():
+    return {probe.name: probe for probe in probes(DENSE)}
+
+
+def question(probe, dtype, wrt=()):
+    arguments, cotangents = probe.stored(dtype)
+    arrays = {n: arguments[n] for n in probe.positional}
+    options = {n: x for n, x in arguments.items() if n not in probe.positional}
+    takes = frozenset(CONVENTIONS)
+    return Question(DENSE, arrays, options, cotangents if wrt else {}, wrt, dtype, Conventions(), takes)
+
+
+# What no probe shows: options that are objects of refattn (a candidate cannot take them), tiles larger than any probe.
+UNSEEN = {
+    "pattern_drop",
+    "score_mod_drop",
+    "lse_layout",  # another shape, no other numbers
+}
+
+
+def test_every_mistake_shows_in_a_probe(made):
+    """The results (gradients apart) of at least one mutation of each class are outside the thresholds in some probe."""
+    pending = {}
+    for mutation in DENSE.mutations:
+        if mutation.forward is not None and getattr(mutation, "class") not in UNSEEN:
+            pending.setdefault(getattr(mutation, "class"), []).append(mutation)
+    for dtype in ("float32", "float16"):
+        for probe in sorted(made.values(), key=lambda p: p.size):
+            asked = question(probe, dtype)
+            truth = truth_of(asked)
+            arguments = asked.arguments(exact=False)
+            for name in list(pending):
+                if any(_visible(m, arguments, truth) for m in pending[name]):
+                    del pending[name]
+    assert not pending
+
+
+def _visible(mutation, arguments, truth):
+    with np.errstate(all="ignore"):
+        result = mutation.forward(arguments)
+    for name, right in truth.values.items() if result is not None else ():
+        wrong = np.asarray(getattr(result, name))
+        if wrong.shape == right.shape:
+            limits = THRESHOLDS[truth.question.precision][truth.kinds[name]]
+            if not passes(*statistics(ratio(wrong, right, truth.bounds[name]), counted(right)), limits):
+                return True
+    return False
+
+
+def test_the_family_is_complete(made):
+    """No probe of dense attention is dropped because the reference refuses it."""
+    assert len(made) == 81
+    assert {option for probe in made.values() for option in probe.arguments} == set(DENSE._options) - {
+        "pattern",
+        "score_mod",
+        "keep_weights",
+    }
+
+
+def test_lengths_and_heads_differ_pairwise(made):
+    a = made["mixed"].arguments
+    (b, h, q, d), (_, g, k, e) = a["q"].shape, a["v"].shape
+    assert len({h, g, q, k, d, e}) == 6
+    assert h // g not in (g, 1)
+    assert h & (h - 1)
+    assert d & (d - 1)
+    assert d % 16
+    assert e != d
+    lengths = {(p.arguments["q"].shape[-2], p.arguments["k"].shape[-2]) for p in made.values()}
+    assert any(q < k for q, k in lengths)
+    assert any(q > k for q, k in lengths)
+    assert any(q == 1 < k for q, k in lengths)
+    assert any(q == k for q, k in lengths)
+    assert any(k > 32 and k % 32 == 1 for q, k in lengths)
+    assert any(k >= 1000 for q, k in lengths)
+    del b
+
+
+def test_logits_are_where_the_probe_says(made):
+    for name, low, high in (
+        ("negative_logits", -200, -120),
+        ("negative_masked_tile", -200, -120),
+        ("far_negative_logits", -1.1e5, -0.9e5),
+    ):
+        a, _ = made[name].stored("float16")
+        q, k = (a[n].astype(np.float64) for n in ("q", "k"))
+        logits = np.repeat(k, 3, axis=1) @ np.swapaxes(q, -1, -2) * q.shape[-1] ** -0.5
+        assert low < logits.min() < logits.max() < high
+    a, _ = made["large_logits"].stored("float16")
+    q, k = (a[n].astype(np.float64) for n in ("q", "k"))
+    dot = np.repeat(k, 3, axis=1) @ np.swapaxes(q, -1, -2)
+    assert dot.min() > 65504 > dot.max() * q.shape[-1] ** -0.5
+
+
+def test_rounding_keeps_what_is_finite_finite(made):
+    a, _ = made["poisoned_large"].stored("float16")
+    assert np.isfinite(a["k"].astype(np.float64)).all()
+    assert (a["k"].astype(np.float64) == 65504).any()
+    assert a["mask"].dtype == bool
+    a, cotangents = made["mixed"].stored("bfloat16")
+    assert a["q"].dtype == storage_dtype("bfloat16")
+    assert cotangents["output"].dtype == a["q"].dtype
+    assert cotangents["lse"].dtype == np.float32
+
+
+def test_memory_forms(made):
+    transposed, _ = made["transposed"].stored("float32")
+    assert not transposed["q"].flags.c_contiguous
+    assert np.swapaxes(transposed["q"], 1, 2).flags.c_contiguous
+    sliced, _ = made["sliced"].stored("float32")
+    assert sliced["k"].strides[-2] == 2 * sliced["k"].shape[-1] * 4
+    expanded, _ = made["expanded"].stored("float32")
+    assert expanded["k"].strides[0] == 0
+    assert not expanded["k"].flags.writeable
+    clean = made["expanded"].clean().stored("float32")[0]
+    assert clean["k"].flags.c_contiguous
+    np.testing.assert_array_equal(clean["k"], expanded["k"])
+
+
+def test_poison_stands_where_nobody_looks(made):
+    for name in ("poisoned_keys", "poisoned_values", "poisoned_large", "key_lengths"):
+        probe = made[name]
+        dirty, clean = (DENSE.forward(**p.arguments) for p in (probe, probe.clean()))
+        assert probe.poison
+        np.testing.assert_array_equal(dirty.output, clean.output)
+
+
+def test_fixed_options_and_shapes():
+    for probe in probes(DENSE, options={"causal": True}, gqa=False, value_size=False):
+        assert probe.arguments["causal"] is True
+        q, k, v = (probe.arguments[n] for n in "qkv")
+        assert q.shape[1] == k.shape[1]
+        assert q.shape[-1] == v.shape[-1]
+
+
+def test_a_probe_does_not_depend_on_the_others():
+    one = {p.name: p for p in probes(DENSE)}
+    other = {p.name: p for p in probes(DENSE, accepts=lambda names: "bias" not in names)}
+    assert "bias" in one["combined"].options
+    assert "bias" not in other["combined"].options
+    np.testing.assert_array_equal(one["mixed"].arguments["k"], other["mixed"].arguments["k"])
+
+
+def test_options_that_a_mechanism_lists():
+    """``probe_options``: sizes by letter, options by name, both to the example; what it returns wins."""
+
+    def forward(x, *, power=1, flip=False):
+        return Result(output=x**power * (-1 if flip else 1)), None
+
+    def example(rng, *, n=3, power=1, flip=False):
+        return {"x": rng.standard_normal(n), "power": power + 1}
+
+    mine = Mechanism(
+        forward, lambda saved, **d: {}, lambda x, **o: forward(x, **o)[0], lambda **s: Cost(), example, (),
+        name="mine", equation="", paper="", axes={}, differentiable=("x",),
+    )  # fmt: skip
+    mine.probe_options = ({"n": 7, "power": 2, "says": "cubes"},)
+    found = {p.name: p for p in probes(mine)}
+    assert found["listed_0"].arguments["x"].shape == (7,)
+    assert found["listed_0"].arguments["power"] == 3
+    assert found["listed_0"].says == "cubes"
+    assert found["flip"].arguments["flip"] is True
+    assert found["flip"].options == ("power", "flip")
+
+
+@pytest.mark.parametrize("name", sorted(ra.mechanisms))
+def test_every_mechanism_has_probes(name):
+    assert len(probes(ra.mechanisms[name])) >= 3
