@@ -6,8 +6,10 @@ from refattn.attention.efficient import efficient_attention
 from refattn.attention.linear import linear_attention
 from refattn.attention.linformer import linformer_attention
 from refattn.attention.local import local_attention
+from refattn.attention.longformer import longformer_attention
 from refattn.attention.lsh import lsh_attention
 from refattn.attention.multi_head import multi_head_attention
+from refattn.attention.performer import orthogonal_features, performer_attention
 from refattn.attention.routing import routing_attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 from refattn.attention.sparse_transformer import sparse_transformer_attention
@@ -22,8 +24,11 @@ __all__ = [
     "linear_attention",
     "linformer_attention",
     "local_attention",
+    "longformer_attention",
     "lsh_attention",
     "multi_head_attention",
+    "orthogonal_features",
+    "performer_attention",
     "routing_attention",
     "scaled_dot_product_attention",
     "span_penalty",
