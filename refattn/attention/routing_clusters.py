@@ -248,7 +248,7 @@ class Clusters:
         shown = count > 0
         if keep is not None:
             heads = xp.broadcast_to(keep, (self.batch, self.h, self.lengths[0]))
-            heads = xp.reshape(heads, (-1, self.lengths[0]))[task.n0 : task.n1, :, None]
+            heads = xp.reshape(heads, (self.batch * self.h, self.lengths[0]))[task.n0 : task.n1, :, None]
             shown = xp.logical_and(shown, heads)
         task.share = xp.where(shown, share, xp.zeros_like(share))
         return self._to_tokens(task, 0, task.part) * task.share
@@ -294,10 +294,11 @@ class Clusters:
     def backward(self, d_output: Any) -> dict[str, Any]:
         """Cotangents by name; q, k and v as (b, h, t, channels), q and k as they meet in the logits."""
         xp, backend = self.backend.xp, self.backend
+        d_heads = xp.reshape(d_output, (self.batch * self.h, *d_output.shape[-2:]))
 
         def run(task: _Task) -> dict[str, Any]:
             with backend.quiet():
-                return self._backward_task(task, xp.reshape(d_output, (-1, *d_output.shape[-2:])))
+                return self._backward_task(task, d_heads)
 
         found = backend.map(run, self.tasks, work=2 * self._work())
         if not found:
@@ -318,7 +319,7 @@ class Clusters:
     def _backward_task(self, task: _Task, d_output: Any) -> dict[str, Any]:
         xp = self.backend.xp
         d_tokens = d_output[task.n0 : task.n1, ...] * task.share
-        d_flat = xp.reshape(d_tokens, (-1, d_tokens.shape[-1]))
+        d_flat = xp.reshape(d_tokens, (d_tokens.shape[0] * d_tokens.shape[1], d_tokens.shape[2]))
         finite = self.finite and _finite(d_flat)
         first = task.n0 * self.lengths[0]
         d_q, d_k, d_v, sums = [], [], [], {}
