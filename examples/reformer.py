@@ -51,7 +51,7 @@ def clustered(rng: np.random.Generator, t: int, d: int, clusters: int, spread: f
     """Vectors (t, d) around random centres: attention that has something to find."""
     centres = rng.standard_normal((clusters, d))
     x = centres[rng.integers(0, clusters, t)] + spread * rng.standard_normal((t, d))
-    return x * (2.0 * d**0.5 / np.linalg.norm(x, axis=-1, keepdims=True))
+    return x * (8.0 * d**0.5 / np.linalg.norm(x, axis=-1, keepdims=True))
 
 
 def hash_findings(quick: bool) -> Table:
@@ -284,7 +284,7 @@ def by_depth(quick: bool) -> Table:
         rotations = rng.standard_normal((d, hashes, t // chunk)).astype(dtype)
         layers = ra.layers
         f = layers.bind(layers.lsh_layer, **weights, rotations=rotations, chunk=chunk, causal=True)
-        mlp = {"w_1": draw(m, 2 * m), "b_1": None, "w_2": draw(2 * m, m), "b_2": None}
+        mlp = {"w_1": draw(m, 2 * m), "b_1": draw(2 * m), "w_2": draw(2 * m, m), "b_2": draw(m)}
         return f, layers.chain(layers.bind(layers.layer_norm), layers.bind(layers.feed_forward, **mlp, chunk=256))
 
     def held(depth: int, reversible: bool) -> tuple[int, int]:

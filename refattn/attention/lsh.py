@@ -31,7 +31,7 @@ Source: Kitaev, Kaiser, Levskaya 2020, arXiv:2001.04451, section 2 and appendix 
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -187,6 +187,7 @@ def forward(
     else:
         found = _buckets(
             problem.q[:, :, 0, ...],
+            backend,
             lead,
             rotations,
             buckets,
@@ -213,7 +214,9 @@ def forward(
         self_visible=self_attention == "always",
         algorithm=algorithm,
     )
-    order, rank = sort_buckets(found)
+    order, rank = _by_unit(
+        backend, found.shape[:2], found.shape, 2, 16 * plan.hashes * t, lambda unit: sort_buckets(found[(*unit, ...)])
+    )
     rounds = _Rounds(problem, backend, plan, order, rank, found, keep, key_norm, eps, self_attention == "last_resort")
     output, lse, alone = rounds.forward()
     result = Result(
@@ -272,6 +275,7 @@ def _require_within(name: str, x: Any, keep: int, lead: tuple[int, ...], shape: 
 
 def _buckets(
     x: Any,
+    backend: Any,
     lead: tuple[int, ...],
     rotations: Any,
     buckets: Any,
@@ -328,7 +332,12 @@ def _buckets(
                 f" factors {factors}, perhaps after (..., h) with h = {h}"
             )
         _require_within("rotations", full, 4, lead, "(d, s, n), (h, d, s, n) or (..., h, d, s, n)")
-        found = hash_buckets(x, flatten_leading(full, 4, lead), factors)
+        flat = xp.broadcast_to(flatten_leading(full, 4, lead), (b, h, *wanted))
+
+        def hashed(unit: tuple[slice, slice]) -> tuple[Any]:
+            return (hash_buckets(x[(*unit, ...)], flat[(*unit, ...)], factors),)
+
+        (found,) = _by_unit(backend, (b, h), (b, h, wanted[1], t), 1, t * math.prod(wanted), hashed)
     if pad is not None:
         if factors is not None:
             last = math.prod(factors)
@@ -336,6 +345,25 @@ def _buckets(
             real_ones = xp.where(pad[:, :, None, :], found, xp.zeros_like(found))
             last = 1 + (int(xp.max(real_ones)) if t and b and h else 0)
         found = xp.where(pad[:, :, None, :], found, xp.full_like(found, last))
+    return found
+
+
+def _by_unit(
+    backend: Any,
+    units: tuple[int, int],
+    shape: tuple[int, ...],
+    count: int,
+    work: int,
+    function: Callable[[tuple[slice, slice]], tuple[Any, ...]],
+) -> list[Any]:
+    """int64 arrays (b,h,...) of that shape, made for every (batch, head) unit by itself where there is much to do."""
+    b, h = units
+    tasks = [(slice(0, b), slice(0, h))]
+    if b * h * work > 1 << 22:
+        tasks = [(slice(i, i + 1), slice(j, j + 1)) for i in range(b) for j in range(h)]
+    found = [backend.xp.zeros(shape, dtype=backend.xp.int64) for _ in range(count)]
+    for unit, parts in zip(tasks, backend.map(function, tasks, work=b * h * work), strict=True):
+        found = [backend.assign(x, (*unit, ...), part) for x, part in zip(found, parts, strict=True)]
     return found
 
 
@@ -589,7 +617,7 @@ def cost(
     hashed = t * d * hashes * sum(factors) // 2 if hashing else 0
     inputs, outputs = units * t * (d + e) * size, units * t * (e * size + max(4, size))
     indices = units * t * hashes * 8 * 3
-    block = 2 * max(4, size) * max(1 << 17, chunk * chunk * reach)
+    block = 2 * max(4, size) * max(1 << 16, chunk * chunk * reach)
     forward_cost = Cost(
         multiplies=units * (visible * (d + e) + hashed),
         computed_multiplies=units * (computed * (d + e) + hashed),

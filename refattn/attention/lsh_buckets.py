@@ -22,7 +22,7 @@ from refattn.selections import Windows, take_order
 
 __all__ = ["Multiplicity", "Plan", "Units", "bucket_factors", "hash_buckets", "sort_buckets"]
 
-PAIRS = 1 << 17
+PAIRS = 1 << 16
 """Pairs of a block: its arrays stay in a core's cache."""
 HASHED = 1 << 20
 """Projections held at a time while hashing."""

@@ -297,7 +297,7 @@ def memory_blocks(depth, x):
     draw = rng(14).standard_normal
     m = x.shape[-1]
     f = bind(linear, weight=draw((m, m)) * m**-0.5)
-    g = bind(feed_forward, w_1=draw((m, m)), b_1=None, w_2=draw((m, m)) / m, b_2=None, chunk=64)
+    g = bind(feed_forward, w_1=draw((m, m)), b_1=draw(m), w_2=draw((m, m)) / m, b_2=draw(m), chunk=64)
     return [(f, g)] * depth  # one set of weights for all blocks: their gradients are counted once
 
 
