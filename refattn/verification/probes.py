@@ -122,7 +122,7 @@ class Probe:
     def clean(self) -> "Probe":
         """The same probe without poison and in plain memory: what tells a leak or a stride mistake from any other."""
         arguments = {
-            n: np.where(np.isfinite(x) & (np.abs(x) < 1e29), x, 0.0) if n in ("k", "v") else x
+            n: np.where(np.isfinite(x) & (np.abs(x) < 1e29), x, 0.0) if n in ("k", "v") and isinstance(x, np.ndarray) else x
             for n, x in self.arguments.items()
         }
         return dataclasses.replace(
@@ -284,6 +284,8 @@ class _Maker:
             if not self.made:  # the plainest call must be possible
                 raise
             return  # lengths or fixed options that this mechanism refuses
+        if self.mechanism.margin is not None and self.mechanism.margin(given) < MARGIN:
+            return  # rounding alone may choose otherwise
         rng = self.rng(name + " cotangents")
         cotangents = {
             n: rng.standard_normal(np.shape(getattr(result, n))) for n in self.mechanism.outputs if n in result
