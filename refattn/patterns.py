@@ -220,13 +220,17 @@ class Pattern:
         self._check(q, k)
         b, h = self._everything(batch, heads)
         i = np.arange(q)
-        counts = self._below(
-            i, k, None if b is None else b[:, None, None], None if h is None else h[:, None], q, k
-        )
+        counts = self._below(i, k, None if b is None else b[:, None, None], None if h is None else h[:, None], q, k)
         if counts is None:
             return np.count_nonzero(self.to_mask(q, k, batch, heads), axis=-1)
-        lead = () if h is None and b is None else (1 if h is None else len(h),)
-        return np.broadcast_to(counts, (*(() if b is None else (len(b),)), *lead, q))
+        shape = (
+            *(() if b is None else (len(b),)),
+            *(() if b is None and h is None else (1 if h is None else len(h),)),
+            q,
+        )
+        counts = np.asarray(counts)
+        counts = counts.reshape(counts.shape[max(0, counts.ndim - len(shape)) :])  # axes that are left out have size 1
+        return np.broadcast_to(counts, shape)
 
     def fit(self, q: int, k: int, *, batch: tuple[int, ...] = (), heads: int | None = None) -> "Pattern":
         """The pattern made ready for one problem.
@@ -1117,7 +1121,7 @@ class _Not(_Combination):
 class _ByHead(Pattern):
     """A pattern for each head."""
 
-    def __init__(self, parts: Sequence[Pattern], which: Any) -> None:
+    def __init__(self, parts: Sequence[Any], which: Any) -> None:
         parts, which = tuple(parts), _host_ints("which", which)
         if not all(isinstance(p, Pattern) and p.heads == 1 for p in parts):
             raise TypeError(f"parts are {parts!r}: expected patterns that do not distinguish heads")

@@ -110,6 +110,17 @@ def make(name, q, k, rng):
         )
     if name == "mask_mod":
         return p.mask_mod(lambda b, h, i, j: (i * j) % 3 == 0), lambda b, h, i, j: i * j % 3 == 0, None, None
+    if name == "by head":
+        parts = [make(n, q, k, rng) for n in ("window a", "dilated", "fixed both")]
+        return (
+            p.by_head([x[0] for x in parts], [2, 0, 1]),
+            lambda b, h, i, j: parts[[2, 0, 1][h]][1](b, h, i, j),
+            None,
+            3,
+        )
+    if name == "aligned by head":
+        parts = [make(n, q, k, rng) for n in ("aligned per batch", "prefix")]
+        return p.by_head([x[0] for x in parts], [0, 1, 0]), lambda b, h, i, j: parts[h % 2][1](b, h, i, j), 3, 3
     raise KeyError(name)
 
 
@@ -121,6 +132,7 @@ NAMES = [
     *("fixed second heads", "fixed both heads", "documents", "documents sorted", "documents one"),
     *("lengths", "lengths keys", "lengths queries", "blocks", "blocks heads"),
     *("dense", "dense heads", "dense batch", "dense all", "dense keys", "dense rows", "mask_mod"),
+    *("by head", "aligned by head"),
 ]
 
 
@@ -137,6 +149,8 @@ def hold(pattern, rule, q, k, batch, heads, rng, exact=False):
     assert pattern.pairs(q, k) == mask.sum()
     assert type(pattern.pairs(q, k)) is int
     assert pattern.pairs(q, k, batch=nb, heads=nh) == want.sum()
+    assert np.array_equal(pattern.row_counts(q, k), mask.sum(-1))
+    assert np.array_equal(np.broadcast_to(pattern.row_counts(q, k, batch=nb, heads=nh), want.shape[:-1]), want.sum(-1))
 
     b, h, i, j = np.ix_(*map(np.arange, want.shape))
     assert np.array_equal(np.broadcast_to(pattern.visible(i, j, q=q, k=k, b=b, h=h), want.shape), want)
@@ -423,6 +437,9 @@ def test_an_alignment_is_asked_for_where_it_matters():
         (lambda p: p.dense(np.ones((2, 2))), "mask has dtype float64"),
         (lambda p: p.dense(np.ones(2, bool)), "mask has shape"),
         (lambda p: p.dense(np.ones((2, 2), bool)).to_mask(3, 2), "does not broadcast to 3 queries"),
+        (lambda p: p.by_head([p.causal()], [0, 1]), "a number below 1"),
+        (lambda p: p.by_head([p.causal(), 3], [0, 1]), "expected patterns"),
+        (lambda p: p.by_head([p.fixed(4, 1, summary_offsets=[0, 1])], [0]), "do not distinguish heads"),
         (lambda p: p.mask_mod(3), "expected a function"),
         (lambda p: p.mask_mod(lambda b, h, i, j: i + j).to_mask(2, 2), "expected a bool array"),
         (lambda p: p.prefix([1, 2]).to_mask(2, 2, batch=3), "2 batch entries of its own"),
