@@ -9,6 +9,7 @@ from refattn.attention.local import local_attention
 from refattn.attention.longformer import longformer_attention
 from refattn.attention.lsh import lsh_attention
 from refattn.attention.multi_head import multi_head_attention
+from refattn.attention.nystrom import nystrom_attention
 from refattn.attention.performer import orthogonal_features, performer_attention
 from refattn.attention.routing import routing_attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
@@ -27,6 +28,7 @@ __all__ = [
     "longformer_attention",
     "lsh_attention",
     "multi_head_attention",
+    "nystrom_attention",
     "orthogonal_features",
     "performer_attention",
     "routing_attention",
