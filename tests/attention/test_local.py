@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from support import assert_adjoint, assert_close, assert_gradients, cases, random_cotangents
 
-from refattn import positions
+from refattn import positions, precision
 from refattn.attention.local import local_attention as attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 from refattn.patterns import window
@@ -393,3 +393,17 @@ def test_a_mistake_that_changes_nothing_is_not_offered():
     for mutation in attention.mutations:
         if mutation.class_ in ("local_wrap", "local_own_block_causal", "local_tail_dropped", "local_first_block_empty"):
             assert mutation.forward(arguments) is None, mutation.says
+
+
+@pytest.mark.parametrize("options", [{}, {"exact": True, "look_forward": 1}, {"block": 60}], ids=str)
+def test_computed_multiplies_equal_the_counted_ones(options):
+    settings = {**{"h": 2, "t": 77, "b": 1, "d": 4, "e": 3, "block": 9}, **options}
+    space = precision.counting()
+    arguments = attention.example(rng(), **settings)
+    result, pullback = attention.vjp(
+        **{n: space.asarray(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
+    )
+    forward = space.counts.multiplies
+    assert forward == attention.cost(**settings).computed_multiplies
+    pullback(result.output)
+    assert space.counts.multiplies - forward == attention.cost(**settings, direction="backward").computed_multiplies

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from support import assert_adjoint, assert_close, assert_gradients, cases, random_cotangents
 
-from refattn import patterns
+from refattn import patterns, precision
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 from refattn.attention.sparse_transformer import sparse_transformer_attention as attention
 
@@ -433,3 +433,21 @@ def test_mistakes_of_softmax_are_offered_too():
     arguments = base(12, scale=0.3)
     wrong = next(m for m in attention.mutations if m.class_ == "no_scale").forward(arguments)
     assert_close(wrong.output, attention(**{**arguments, "scale": 1.0}), 40 * EPS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"heads": "merged", "g": 2}, {"heads": "split", "g": 1}, {"pattern": "fixed", "summary": 2, "heads": "merged"}],
+    ids=str,
+)
+def test_computed_multiplies_equal_the_counted_ones(options):
+    settings = {**{"h": 4, "t": 70, "stride": 7, "b": 1, "d": 4, "e": 3}, **options}
+    space = precision.counting()
+    arguments = attention.example(rng(), **settings)
+    result, pullback = attention.vjp(
+        **{n: space.asarray(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
+    )
+    forward = space.counts.multiplies
+    assert forward == attention.cost(**settings).computed_multiplies
+    pullback(result.output)
+    assert space.counts.multiplies - forward == attention.cost(**settings, direction="backward").computed_multiplies

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from support import assert_adjoint, assert_close, assert_gradients, cases, random_cotangents
 
-from refattn import patterns
+from refattn import patterns, precision
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 from refattn.attention.topk import topk_attention as attention
 
@@ -401,3 +401,17 @@ def test_how_close_a_choice_is():
     assert attention.margin(attention.example(rng(), n=2, count=3)) == np.inf
     tied = attention.example(rng(3), n=2, k=6, count=6)
     assert all(np.array_equal(tied["k"][..., j, :], tied["k"][..., j + 2, :]) for j in range(4))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "align": "lower_right"}], ids=str)
+def test_computed_multiplies_equal_the_counted_ones(options):
+    settings = {**{"h": 2, "q": 5, "k": 7, "b": 1, "d": 4, "e": 3, "count": 3}, **options}
+    space = precision.counting()
+    arguments = attention.example(rng(), **settings)
+    result, pullback = attention.vjp(
+        **{n: space.asarray(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
+    )
+    forward = space.counts.multiplies
+    assert forward == attention.cost(**settings).computed_multiplies
+    pullback(result.output)
+    assert space.counts.multiplies - forward == attention.cost(**settings, direction="backward").computed_multiplies
