@@ -397,7 +397,7 @@ def test_a_mistake_that_changes_nothing_is_not_offered():
 
 @pytest.mark.parametrize("options", [{}, {"exact": True, "look_forward": 1}, {"block": 60}], ids=str)
 def test_computed_multiplies_equal_the_counted_ones(options):
-    settings = {**{"h": 2, "t": 77, "b": 1, "d": 4, "e": 3, "block": 9}, **options}
+    settings = {"h": 2, "t": 77, "b": 1, "d": 4, "e": 3, "block": 9, **options}
     space = precision.counting()
     arguments = attention.example(rng(), **settings)
     result, pullback = attention.vjp(

@@ -441,7 +441,7 @@ def test_mistakes_of_softmax_are_offered_too():
     ids=str,
 )
 def test_computed_multiplies_equal_the_counted_ones(options):
-    settings = {**{"h": 4, "t": 70, "stride": 7, "b": 1, "d": 4, "e": 3}, **options}
+    settings = {"h": 4, "t": 70, "stride": 7, "b": 1, "d": 4, "e": 3, **options}
     space = precision.counting()
     arguments = attention.example(rng(), **settings)
     result, pullback = attention.vjp(

@@ -405,7 +405,7 @@ def test_how_close_a_choice_is():
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "align": "lower_right"}], ids=str)
 def test_computed_multiplies_equal_the_counted_ones(options):
-    settings = {**{"h": 2, "q": 5, "k": 7, "b": 1, "d": 4, "e": 3, "count": 3}, **options}
+    settings = {"h": 2, "q": 5, "k": 7, "b": 1, "d": 4, "e": 3, "count": 3, **options}
     space = precision.counting()
     arguments = attention.example(rng(), **settings)
     result, pullback = attention.vjp(
