@@ -22,6 +22,7 @@ from refattn.verification.conventions import Conventions, UsageError
 from refattn.verification.diagnose import Case, explain
 from refattn.verification.probes import CONVENTIONS, Probe
 from refattn.verification.probes import probes as designed_probes
+from refattn.verification.properties import check_properties
 from refattn.verification.report import Report, Row
 
 __all__ = ["Conventions", "ReferenceNaNError", "Report", "UsageError", "assert_matches", "verify"]
@@ -193,7 +194,16 @@ class _Session:
             self._judge(probe, dtype, outcome)
         self._compare_repeats(asked, outcomes)
         self._twins(planned)
-        return self._report()
+        found = self._properties() if properties else ()
+        return self._report(found)
+
+    def _properties(self) -> tuple[dict[str, Any], ...]:
+        found = check_properties(
+            self.mechanism, self.candidate.run, self.dtypes[0], lambda names: self.candidate.accepts(names)[0]
+        )
+        if not found:
+            self._note("no check without a reference applies here")
+        return tuple(found)
 
     def recorded(self) -> Report:
         """A recorded call: its own inputs are the only probe."""
@@ -234,7 +244,9 @@ class _Session:
             ("value_channels", "as many value as key channels"),
         ):
             if name in outcomes and not able[name]:
-                self.notes.append(f"{name} was answered by {outcomes[name].status}: every other probe has {words}")
+                status = outcomes[name].status
+                hint = "; where it is not meant to take them, NotImplementedError says so" if status == "error" else ""
+                self.notes.append(f"{name} was answered by {status}: every other probe has {words}{hint}")
         return [(p, dtype) for p in tried], able["grouped_heads"], able["value_channels"] and not equal
 
     def _plan(self, gqa: bool, value_size: bool, done: set[str]) -> tuple[list[Probe], list[Row]]:
@@ -418,7 +430,7 @@ class _Session:
 
     # ------------------------------------------------------------------ the report
 
-    def _report(self) -> Report:
+    def _report(self, found: tuple[dict[str, Any], ...] = ()) -> Report:
         for row in self.rows:
             if row.status == "timeout":
                 self._structural("hang", f"no answer within {SECONDS:g} s", (), row.probe)
@@ -432,7 +444,9 @@ class _Session:
         place = {dtype: i for i, dtype in enumerate(("", *self.dtypes))}
         rank = {name: i for i, name in enumerate(self.order)}
         rows = sorted(self.rows, key=lambda r: (place.get(r.dtype, len(place)), rank.get(r.probe, len(rank))))
-        return Report(self.mechanism.name, self.candidate.describe(), tuple(rows), explanations, tuple(self.notes))
+        return Report(
+            self.mechanism.name, self.candidate.describe(), tuple(rows), explanations, tuple(self.notes), found
+        )
 
 
 def _unasked(judgement: Judgement) -> Judgement:

@@ -182,13 +182,19 @@ class Report:
         return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
     def _not_checked(self) -> list[str]:
-        found: dict[tuple[str, str], int] = {}
+        """One line per reason: the arrays, and how many calls."""
+        arrays: dict[str, list[str]] = {}
+        calls: Counter[str] = Counter()
         for row in self.rows:
+            reasons = set()
             for j in row.judgements:
                 if j.verdict in ("not checked", "not provided"):
-                    key = (j.array, j.says or j.verdict)
-                    found[key] = found.get(key, 0) + 1
-        return [f"{array}: {reason} ({count} calls)" for (array, reason), count in found.items()]
+                    reason = j.says or j.verdict
+                    reasons.add(reason)
+                    if j.array not in arrays.setdefault(reason, []):
+                        arrays[reason].append(j.array)
+            calls.update(reasons)
+        return [f"{', '.join(arrays[reason])}: {reason} ({count} calls)" for reason, count in calls.most_common()]
 
     def _thresholds(self) -> list[str]:
         used = {(row.dtype, j.bound) for row in self.rows for j in row.judgements if j.bound}

@@ -8,7 +8,9 @@ import pytest
 from verification.kernels import attention
 
 import refattn as ra
+from refattn import verification
 from refattn.verification import UsageError
+from refattn.verification.probes import probes
 
 MECHANISM = "scaled_dot_product_attention"
 RIGHT, BACKWARD = attention()
@@ -213,3 +215,66 @@ def test_the_reference_is_not_independent():
     assert report.independent is False
     assert report.exit_code == 1
     assert "NOT INDEPENDENT" in report.table()
+
+
+CRASHES = """
+import os, time
+import numpy as np
+
+def attention(q, k, v, *, scale=None, causal=False):
+    if scale is not None:
+        os._exit(3)
+    if causal:
+        time.sleep(60)
+    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    logits = q @ k.swapaxes(-1, -2) * q.dtype.type(q.shape[-1] ** -0.5)
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True) @ v
+"""
+
+
+def test_a_crash_and_a_hang_are_verdicts_and_the_rest_still_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(verification, "SECONDS", 1.0)
+    monkeypatch.setattr(
+        verification,
+        "designed_probes",
+        lambda *a, **o: [
+            p
+            for p in probes(*a, **o)
+            if p.name in ("plain", "grouped_heads", "causal_tile", "scale", "mixed", "sliced")
+        ],
+    )
+    (tmp_path / "kernel.py").write_text(CRASHES)
+    report = ra.verify(f"{tmp_path / 'kernel.py'}:attention", MECHANISM)
+    assert report.exit_code == 3
+    statuses = {row.probe: row.status for row in report.rows}
+    assert statuses == {
+        "plain": "ok",
+        "grouped_heads": "ok",
+        "mixed": "ok",
+        "causal_tile": "timeout",
+        "scale": "crash",
+        "sliced": "ok",
+    }
+    assert "hang" in {e["class"] for e in report.explanations}
+    assert "TIMEOUT" in report.table()
+
+
+def test_properties():
+    report = ra.verify(plain, MECHANISM, properties=True)
+    assert report.ok, report.table()
+    assert [p["name"] for p in report.properties] == ["ones", "linear", "key_order", "batch", "shift"]
+    assert "checks without a reference:" in report.table()
+
+    def unnormalised(q, k, v, *, causal=False):
+        return RIGHT(q, k, v, causal=causal)[0] * q.dtype.type(1.001)
+
+    report = ra.verify(unnormalised, MECHANISM, properties=True)
+    assert {p["name"]: p["ok"] for p in report.properties} == {
+        "ones": False,
+        "linear": True,
+        "key_order": True,
+        "batch": True,
+        "shift": True,
+        "future": True,
+    }
