@@ -51,6 +51,8 @@ __all__ = ["longformer_attention"]
 
 _LARGE = 512
 """Windows from this width on fill the core's own tiles."""
+_PAIRS = 1 << 20
+"""Pairs of local rows and global keys in one block: gradients of gathered keys take a pass over all keys for each."""
 _SHARED = ("align", "query_lengths", "key_lengths", "scale")
 
 
@@ -141,7 +143,7 @@ def _blocks(
             yield from banded(make, t, size, behind, ahead, lambda i, j: (i - j <= left) & (j - i <= right))
         if n:
             columns = Maker(joined(visibility, rows), group, t, t, xp, like)
-            step = max(16, 8 * ROWS // n)
+            step = max(ROWS, _PAIRS // (columns.units * n))
             for start in range(0, t, step):
                 queries = Lattice(start, 1, min(step, t - start))
                 yield columns.listed(queries, Index(index[group.b, ...]), real[group.b, ...])

@@ -1,0 +1,676 @@
+r"""Sinkhorn attention: blocks of keys and values are sorted by a learned soft permutation, and every block meets the one put beside it.
+
+    R[h]          = sinkhorn((sort_logits[h] + noise[h]) / temperature)               R[u,v] moves block v to place u
+    ks[h,u,c,d]   = sum_v R[h,u,v] k[h,v,c,d]          vs[h,u,c,e] = sum_v R[h,u,v] v[h,v,c,e]
+    output[h,u,a] = softmax(scale q[h,u,a] . [ks[h,u], k[h,u]]) [vs[h,u], v[h,u]]
+
+    sinkhorn: `iterations` times  x -= logsumexp over v,  then  x -= logsumexp over u;  R = exp(x)
+
+======  ================================================  =========================
+letter  axis                                              where
+======  ================================================  =========================
+...     any batch axes, broadcast as in matmul            all
+h       head                                              q, k, v, sort_logits, output
+t       position; t = n * block                           q, k, v, output
+n, u, v block: place, and which block is put there        sort_logits, noise
+a, c    position in a query block, in a key block         (t as (n, block))
+d, e    query/key channel, value channel                  q, k; v, output
+======  ================================================  =========================
+
+Conventions: rows first, then columns, so that the columns of R sum to 1; rows do in the limit.  With ``causal`` place u gets
+earlier blocks v < u alone, a row u of R depends on rows up to u alone, and the own block is causal; place 0 gets nothing.
+
+Source: Tay, Bahri, Yang, Metzler, Juan 2020, arXiv:2002.11296, sections 3.1 to 3.3 (sorting network, Gumbel-Sinkhorn, blocks).
+The paper masks the sort for decoding; how columns are normalised then is chosen here: over the places up to u.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from refattn import attend
+from refattn.arrays import (
+    broadcast_leading,
+    namespace,
+    real,
+    require_axes,
+    require_finite,
+    require_integer,
+    require_one_of,
+    require_positive,
+    sum_to_shape,
+)
+from refattn.contraction import einsum
+from refattn.cost import DIRECTIONS, itemsize, require_sizes
+from refattn.mechanism import function, mechanism
+from refattn.normalization import masked_softmax, masked_softmax_backward, row_maximum
+from refattn.options import require_scalar
+from refattn.records import Cost, Mutation, Result
+
+__all__ = ["sinkhorn", "sinkhorn_attention"]
+
+
+# ------------------------------------------------------------------------------------------------ the sorting operator
+
+
+def _where(seen: Any, x: Any) -> Any:
+    return namespace(x).where(seen, x, namespace(x).zeros_like(x))
+
+
+def _exp(x: Any) -> Any:
+    """exp, 0 at -inf (also in complex arithmetic)."""
+    seen = real(x) != -math.inf
+    return _where(seen, namespace(x).exp(_where(seen, x)))
+
+
+def _over_last(x: Any) -> Any:
+    """x - logsumexp over the last axis; -inf stays."""
+    xp = namespace(x)
+    seen = real(x) != -math.inf
+    _, shift = row_maximum(x)
+    total = xp.sum(_where(seen, xp.exp(_where(seen, x) - shift[..., None])), axis=-1)
+    total = xp.where(xp.any(seen, axis=-1), total, xp.ones_like(total))
+    return xp.where(seen, x - (xp.log(total) + shift)[..., None], x)
+
+
+def _over_last_backward(y: Any, d_y: Any) -> Any:
+    """dx = dy - exp(y) sum(dy)."""
+    xp = namespace(y)
+    d_y = _where(real(y) != -math.inf, d_y)
+    return d_y - _exp(y) * xp.sum(d_y, axis=-1, keepdims=True)
+
+
+def _down(x: Any) -> tuple[Any, Any]:
+    """x - logsumexp over the rows up to one's own, and these running sums (..., u, v); -inf stays."""
+    xp = namespace(x)
+    sums = [x[..., 0, :]]
+    for u in range(1, x.shape[-2]):
+        before, own = sums[-1], x[..., u, :]
+        top = xp.where(real(before) > real(own), real(before), real(own))
+        empty = top == -math.inf
+        shift = xp.where(empty, xp.zeros_like(top), top)
+        total = sum(_exp(xp.where(real(y) == -math.inf, y, y - shift)) for y in (before, own))
+        sums.append(xp.where(empty, own, xp.log(xp.where(empty, xp.ones_like(total), total)) + shift))
+    running = xp.stack(sums, axis=-2)
+    seen = real(x) != -math.inf
+    return xp.where(seen, x - _where(seen, running), x), running
+
+
+def _down_backward(y: Any, running: Any, d_y: Any) -> Any:
+    """dx[u] = dy[u] - exp(y[u]) a[u],  a[u] = dy[u] + exp(s[u] - s[u + 1]) a[u + 1]: all later rows hold x[u] in their sum s."""
+    xp = namespace(y)
+    d_y = _where(real(y) != -math.inf, d_y)
+    later = [d_y[..., -1, :]]
+    for u in range(y.shape[-2] - 2, -1, -1):
+        own, following = running[..., u, :], running[..., u + 1, :]
+        seen = real(own) != -math.inf
+        ratio = _where(seen, xp.exp(_where(seen, own) - _where(seen, following)))
+        later.append(d_y[..., u, :] + ratio * later[-1])
+    return d_y - _exp(y) * xp.stack(later[::-1], axis=-2)
+
+
+def _balance(scores: Any, iterations: int, causal: bool) -> tuple[Any, list[Any]]:
+    """ln R, and what each half step leaves for the backward."""
+    xp = namespace(scores)
+    x, steps = scores, []
+    if causal:
+        places = xp.arange(scores.shape[-1])
+        x = xp.where(places[:, None] > places[None, :], x, xp.full_like(x, -math.inf))
+    if 0 in scores.shape:
+        return x, steps
+    with np.errstate(invalid="ignore"):
+        for _ in range(iterations):
+            x = _over_last(x)
+            steps.append((x, None))
+            if causal:
+                x, running = _down(x)
+                steps.append((x, running))
+            else:
+                turned = _over_last(xp.matrix_transpose(x))
+                x = xp.matrix_transpose(turned)
+                steps.append((turned, True))
+    return x, steps
+
+
+def _balance_backward(steps: list[Any], d_x: Any) -> Any:
+    """Cotangent of the scores from that of ln R, half step by half step from the last."""
+    xp = namespace(d_x)
+    for y, kind in reversed(steps):
+        if kind is None:
+            d_x = _over_last_backward(y, d_x)
+        elif kind is True:
+            d_x = xp.matrix_transpose(_over_last_backward(y, xp.matrix_transpose(d_x)))
+        else:
+            d_x = _down_backward(y, kind, d_x)
+    return d_x
+
+
+def _checked(scores_name: str, scores: Any, iterations: Any, causal: Any) -> tuple[int, bool]:
+    if not isinstance(causal, (bool, np.bool_)):
+        raise TypeError(f"causal is {causal!r}: expected True or False")
+    if causal and scores.shape[-1] != scores.shape[-2]:
+        raise ValueError(
+            f"{scores_name} has shape {tuple(scores.shape)}: expected as many places as blocks with causal"
+        )
+    return require_integer("iterations", iterations, minimum=0), bool(causal)
+
+
+def _sinkhorn_forward(scores: Any, *, iterations: int, causal: bool = False) -> tuple[Result, Any]:
+    """A matrix of positive numbers made doubly stochastic, in logarithms: rows, then columns, `iterations` times; then exp.
+
+    Parameters
+    ----------
+    scores : array (..., u, v)
+        Logarithms of the matrix; -inf is a zero that stays.
+    iterations : int
+        0 gives exp(scores).
+    causal : bool
+        Only v < u, and the sums over a column take in the rows up to one's own: no row depends on a later one.
+
+    Returns
+    -------
+    output : array (..., u, v)
+        Its columns sum to 1 (after at least one iteration, not causal).
+
+    Raises
+    ------
+    ValueError
+        Fewer than two axes, negative iterations, causal with u != v.
+
+    Source: Sinkhorn 1964, doi:10.1214/aoms/1177703591; in logarithms: Mena et al. 2018, arXiv:1802.08665, section 2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> sinkhorn(np.log([[1.0, 1.0], [1.0, 3.0]]), iterations=1).round(3)
+    array([[0.667, 0.4  ],
+           [0.333, 0.6  ]])
+    """
+    require_axes(scores=(scores, "... u v"))
+    iterations, causal = _checked("scores", scores, iterations, causal)
+    logs, steps = _balance(scores, iterations, causal)
+    output = _exp(logs)
+    return Result(output=output), (steps, output)
+
+
+def _sinkhorn_backward(saved: Any, *, output: Any) -> dict[str, Any]:
+    steps, found = saved
+    return {"scores": None if output is None else _balance_backward(steps, _where(found != 0, output) * found)}
+
+
+sinkhorn = function(_sinkhorn_forward, _sinkhorn_backward, name="sinkhorn", differentiable=("scores",))
+
+
+# ------------------------------------------------------------------------------------------------ attention
+
+
+def forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    sort_logits: Any,
+    block: int,
+    temperature: Any = 0.75,
+    iterations: int = 7,
+    noise: Any = None,
+    causal: bool = False,
+    scale: Any = None,
+    backend: Any,
+) -> tuple[Result, Any]:
+    """softmax(scale q [sorted k, own k]^T) [sorted v, own v], block by block.
+
+    Parameters
+    ----------
+    q, k : arrays (..., h, t, d)
+    v : array (..., h, t, e)
+    sort_logits : array (..., h, n, n)
+        How well block v fits beside block u: what a sorting network gives, before noise and temperature.
+    block : int
+        Positions of a block; t = n * block.
+    temperature : float
+        Divides sort_logits + noise.  Differentiable.
+    iterations : int
+        Of :data:`refattn.sinkhorn`; 0 takes exp alone.
+    noise : array, broadcasts to (..., h, n, n)
+        Gumbel noise, drawn by the caller; no gradient.
+    causal : bool
+        See above.
+    scale : float
+        Default d**-0.5.  Differentiable.
+
+    Returns
+    -------
+    output : array (..., h, t, e), in the dtype of the inputs
+
+    Raises
+    ------
+    ValueError
+        Shapes that disagree, a length that is no multiple of the block, a temperature that is not above 0.
+
+    Examples
+    --------
+    Two blocks of one position each, exchanged by the sort: every query meets both, with equal weights.
+
+    >>> import numpy as np
+    >>> q, k, v = np.zeros((1, 2, 1)), np.ones((1, 2, 1)), np.array([[[2.0], [4.0]]])
+    >>> swap = np.array([[[-50.0, 50.0], [50.0, -50.0]]])
+    >>> sinkhorn_attention(q, k, v, sort_logits=swap, block=1)
+    array([[[3.],
+            [3.]]])
+    """
+    block = require_integer("block", block, minimum=1)
+    sizes = require_axes(
+        q=(q, "... h t d"), k=(k, "... h t d"), v=(v, "... h t e"), sort_logits=(sort_logits, "... h n n")
+    )
+    h, t, n = sizes["h"], sizes["t"], sizes["n"]
+    if t != n * block:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)} and sort_logits {tuple(sort_logits.shape)}: expected a length of"
+            f" {n} blocks of {block}, which is {n * block}"
+        )
+    lead = broadcast_leading(q=(q, 3), k=(k, 3), v=(v, 3), sort_logits=(sort_logits, 3))
+    iterations, causal = _checked("sort_logits", sort_logits, iterations, causal)
+    require_scalar("temperature", temperature)
+    require_positive("temperature", temperature)
+    if scale is None:
+        scale = max(1, sizes["d"]) ** -0.5
+    else:
+        require_scalar("scale", scale)
+        require_finite("scale", scale)
+    xp = namespace(q, k, v)
+    scores = sort_logits
+    if noise is not None:
+        try:
+            full = np.broadcast_shapes(tuple(noise.shape), (*lead, h, n, n))
+        except ValueError:
+            full = ()
+        if full != (*lead, h, n, n):
+            raise ValueError(
+                f"noise has shape {tuple(noise.shape)}: expected one that broadcasts to {(*lead, h, n, n)}"
+            )
+        scores = scores + noise
+    scores = scores / temperature
+
+    def blocks(x: Any) -> Any:
+        return xp.reshape(x, (*x.shape[:-2], n, block, x.shape[-1]))
+
+    with backend.quiet():
+        logs, steps = _balance(scores, iterations, causal)
+        sorting = _exp(logs)
+        earlier = xp.arange(n)[:, None] > xp.arange(n)[None, :] if causal else None
+        q_blocks, k_blocks, v_blocks = blocks(q), blocks(k), blocks(v)
+        keys, values = (
+            xp.concat(list(xp.broadcast_arrays(_sorted(backend, sorting, x, earlier), x)), axis=-2)
+            for x in (k_blocks, v_blocks)
+        )  # (..., h, u, c, .), the sorted block first
+        visible = _visible(xp, n, block) if causal else None
+        products = einsum("...uad,...ucd->...uac", q_blocks, keys)
+        weights, _ = masked_softmax(products * scale, visible)
+        output = attend.product(backend, weights, values, visible)
+    output = xp.reshape(output, (*output.shape[:-3], t, v.shape[-1]))
+    kept = (q_blocks, k_blocks, v_blocks, keys, values, products, weights, scores, sorting, steps)
+    return Result(output=output), (kept, visible, earlier, scale, temperature, block, backend)
+
+
+def _sorted(backend: Any, sorting: Any, x: Any, earlier: Any) -> Any:
+    """(..., h, u, v) times (..., h, v, c, d): every place gets its mixture of blocks."""
+    xp = namespace(x)
+    *_, c, d = x.shape
+    moved = attend.product(backend, sorting, xp.reshape(x, (*x.shape[:-2], c * d)), earlier)
+    return xp.reshape(moved, (*moved.shape[:-1], c, d))
+
+
+def _visible(xp: Any, n: int, block: int) -> Any:
+    """(u, a, c) bool under causal: no sorted block at place 0, the own block up to oneself."""
+    sorted_part = xp.broadcast_to((xp.arange(n) > 0)[:, None, None], (n, block, block))
+    own = xp.broadcast_to(xp.arange(block)[:, None] >= xp.arange(block)[None, :], (n, block, block))
+    return xp.concat([sorted_part, own], axis=-1)
+
+
+def backward(saved: Any, *, output: Any) -> dict[str, Any]:
+    """Cotangents of q, k, v, sort_logits, temperature and scale.
+
+    A block gets the cotangent of its own copy and R^T times those of the sorted ones; dR = d(sorted) . k + d(sorted) . v
+    goes back through exp and the half steps: after each, y = x - lse gives dx = dy - exp(y) sum(dy).
+    """
+    if output is None:
+        return {}
+    kept, visible, earlier, scale, temperature, block, backend = saved
+    q_blocks, k_blocks, v_blocks, keys, values, products, weights, scores, sorting, steps = kept
+    xp = namespace(output)
+    d_output = xp.reshape(output, (*output.shape[:-2], q_blocks.shape[-3], block, output.shape[-1]))
+    with backend.quiet():
+        d_values = attend.product(backend, weights, d_output, visible, transposed=True)
+        d_weights = einsum("...uae,...uce->...uac", d_output, values)
+        d_logits = masked_softmax_backward(weights, d_weights)
+        d_products = d_logits * scale
+        d_q = attend.product(backend, d_products, keys, visible)
+        d_keys = attend.product(backend, d_products, q_blocks, visible, transposed=True)
+        d_sorting: Any = 0.0
+        found = []
+        for d_both, x in ((d_keys, k_blocks), (d_values, v_blocks)):
+            d_moved, d_own = d_both[..., :block, :], d_both[..., block:, :]
+            flat = xp.reshape(d_moved, (*d_moved.shape[:-2], d_moved.shape[-2] * d_moved.shape[-1]))
+            d_sorting = d_sorting + einsum("...ux,...vx->...uv", flat, xp.reshape(x, (*x.shape[:-2], flat.shape[-1])))
+            back = attend.product(backend, sorting, flat, earlier, transposed=True)
+            found.append(d_own + xp.reshape(back, (*back.shape[:-1], *d_own.shape[-2:])))
+        d_scores = _balance_backward(steps, _where(sorting != 0, d_sorting) * sorting)
+        seen = real(scores) != -math.inf
+        d_scores = _where(seen, d_scores)
+
+    def whole(x: Any) -> Any:
+        return xp.reshape(x, (*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1]))
+
+    seen_products = xp.where(d_logits == 0, xp.zeros_like(d_logits), d_logits * products)
+    return {
+        "q": whole(d_q),
+        "k": whole(found[0]),
+        "v": whole(found[1]),
+        "sort_logits": d_scores / temperature,
+        "temperature": -xp.sum(d_scores * _where(seen, scores)) / temperature,
+        "scale": xp.sum(seen_products),
+    }
+
+
+# ------------------------------------------------------------------------------------------------ definition, counts, example
+
+
+def _balanced(x: np.ndarray, iterations: int, causal: bool) -> np.ndarray:
+    """One (u, v) matrix, by NumPy's logaddexp."""
+    if causal:
+        x = np.where(np.arange(len(x))[:, None] > np.arange(len(x)), x, -np.inf)
+    with np.errstate(invalid="ignore"):
+        for _ in range(iterations):
+            x = np.where(np.isneginf(x), x, x - np.logaddexp.reduce(x, axis=1, keepdims=True))
+            sums = np.logaddexp.accumulate(x, axis=0) if causal else np.logaddexp.reduce(x, axis=0, keepdims=True)
+            x = np.where(np.isneginf(x), x, x - sums)
+    return np.exp(x)
+
+
+def definition(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    sort_logits: np.ndarray,
+    block: int,
+    temperature: Any = 0.75,
+    iterations: int = 7,
+    noise: Any = None,
+    causal: bool = False,
+    scale: Any = None,
+) -> Result:
+    """One query after the other, over the keys it sees: those mixed for its place, then those of its block."""
+    lead = np.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, sort_logits)))
+    q, k, v = (np.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (q, k, v))
+    scores = sort_logits if noise is None else sort_logits + noise
+    scores = np.broadcast_to(scores / float(np.reshape(temperature, ())), (*lead, *sort_logits.shape[-2:]))
+    factor = max(1, q.shape[-1]) ** -0.5 if scale is None else float(np.reshape(scale, ()))
+    output = np.zeros((*lead, q.shape[-2], v.shape[-1]))
+    for at in np.ndindex(*lead):
+        sorting = _balanced(scores[at], iterations, causal)
+        for i, row in enumerate(q[at]):
+            u, place = divmod(i, block)
+            sources = range(u) if causal else range(len(sorting))
+            keys, values = [], []
+            for c in range(block if sources else 0):
+                keys.append(sum(sorting[u, w] * k[at][w * block + c] for w in sources))
+                values.append(sum(sorting[u, w] * v[at][w * block + c] for w in sources))
+            for c in range(place + 1 if causal else block):
+                keys.append(k[at][u * block + c])
+                values.append(v[at][u * block + c])
+            logits = np.array([factor * np.sum(row * key) for key in keys])
+            shares = np.exp(logits - logits.max())
+            output[at][i] = sum(w / shares.sum() * x for w, x in zip(shares, values, strict=True))
+    return Result(output=output)
+
+
+def cost(
+    *,
+    b: int = 1,
+    h: int = 1,
+    t: int | None = None,
+    q: int | None = None,
+    k: int | None = None,
+    d: int,
+    e: int | None = None,
+    block: int,
+    iterations: int = 7,
+    causal: bool = False,
+    dtype: Any = "float32",
+    direction: str = "forward",
+    **settings: Any,
+) -> Cost:
+    """Counts: t n (d + e) for the sort and 2 t block (d + e) for attention, forward; twice as many backward.
+
+    t, or q = k, is the length.  The sort is quadratic in the number n = t / block of blocks; sqrt(t / 2) balances both.
+    """
+    lengths = {x for x in (t, q, k) if x is not None}
+    if len(lengths) != 1:
+        raise ValueError(f"lengths are t={t}, q={q}, k={k}: expected one length, as t or as q and k")
+    t, e = lengths.pop(), d if e is None else e
+    require_sizes(b=b, h=h, t=t, d=d, e=e, block=block)
+    require_one_of("direction", direction, DIRECTIONS)
+    if block < 1 or t % block:
+        raise ValueError(f"t is {t} and block {block}: expected a multiple of the block")
+    n, units, size = t // block, b * h, itemsize(dtype)
+    moves = n * n
+    visible_moves = n * (n - 1) // 2 if causal else moves
+    pairs = 2 * t * block
+    visible = t * (block + 1) // 2 + max(0, t - block) * block if causal else pairs
+    once = units * (d + e) * (visible_moves * block + visible)
+    computed = units * (d + e) * (moves * block + pairs)
+    elementwise = units * (4 * pairs + 6 * iterations * moves)
+    inputs, written = size * units * (2 * t * d + t * e + moves), size * units * t * e
+    kept = max(4, size) * units * (2 * t * (d + e) + 2 * pairs + (1 + 2 * iterations) * moves)
+    parts = {
+        "forward": Cost(
+            multiplies=once, computed_multiplies=computed, elementwise=elementwise, bytes_read=inputs,
+            bytes_written=written, saved_bytes=inputs + kept, peak_bytes=written + kept,
+        ),
+        "backward": Cost(
+            multiplies=2 * once, computed_multiplies=2 * computed, elementwise=elementwise,
+            bytes_read=inputs + kept + written, bytes_written=inputs, peak_bytes=inputs + 2 * kept,
+        ),
+    }  # fmt: skip
+    return parts["forward"] + parts["backward"] if direction == "both" else parts[direction]
+
+
+def example(
+    rng: np.random.Generator,
+    *,
+    b: int = 2,
+    h: int = 3,
+    t: int = 12,
+    d: int = 4,
+    e: int = 3,
+    block: int = 3,
+    temperature: float = 0.75,
+    iterations: int = 4,
+    noise: Any = True,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Normal arrays and sort_logits, Gumbel noise (``noise=None``: without); t is cut to a multiple of the block, at least one."""
+    n = max(1, t // block)
+    t = n * block
+    normal = rng.standard_normal
+    given = {"q": normal((b, h, t, d)), "k": normal((b, h, t, d)), "v": normal((b, h, t, e))}
+    given.update(sort_logits=normal((b, h, n, n)), block=block, temperature=temperature, iterations=iterations)
+    if noise is True:
+        given["noise"] = rng.gumbel(size=(b, h, n, n))
+    elif noise is not None:
+        given["noise"] = noise
+    return {**given, **settings}
+
+
+# ---------------------------------------------------------------- how people get it wrong, on plain NumPy
+
+
+class _Steps:
+    """The whole computation with intermediate results; each keyword breaks one step."""
+
+    def __init__(
+        self,
+        a: dict[str, Any],
+        *,
+        columns_first: bool = False,
+        fewer: int = 0,
+        noise_outside: bool = False,
+        transposed: bool = False,
+        values_in_place: bool = False,
+        own_block: bool = True,
+        scaled: bool = True,
+        may_stay: bool = False,
+    ) -> None:
+        self.a = a
+        self.causal, self.iterations = bool(a.get("causal", False)), max(0, a.get("iterations", 7) - fewer)
+        self.temperature = float(np.reshape(a.get("temperature", 0.75), ()))
+        self.block, self.n = a["block"], a["sort_logits"].shape[-1]
+        q = self.q = self._blocks(a["q"])
+        self.k, self.v = self._blocks(a["k"]), self._blocks(a["v"])
+        self.factor = a["q"].shape[-1] ** -0.5 if a.get("scale") is None else float(np.reshape(a["scale"], ()))
+        self.factor = self.factor if scaled else 1.0
+        noise = 0.0 if a.get("noise") is None else a["noise"]
+        logits = np.asarray(a["sort_logits"], dtype=np.float64)
+        self.scores = logits / self.temperature + noise if noise_outside else (logits + noise) / self.temperature
+        x = self.scores
+        if self.causal:
+            x = np.where(np.tri(self.n, k=0 if may_stay else -1, dtype=bool), x, -np.inf)
+        self.trail: list[tuple[np.ndarray, bool]] = []
+        for _ in range(self.iterations):
+            for rows in (not columns_first, columns_first):
+                with np.errstate(invalid="ignore"):
+                    x = x - self._sums(x, rows)
+                x = np.where(np.isnan(x), -np.inf, x)
+                self.trail.append((x, rows))
+        self.sorting = np.exp(x)
+        used = np.swapaxes(self.sorting, -1, -2) if transposed else self.sorting
+        ks, vs = (np.einsum("...uv,...vcd->...ucd", used, y) for y in (self.k, self.v))
+        vs = np.broadcast_to(self.v, vs.shape) if values_in_place else vs
+        self.keys, self.values = (
+            np.concatenate(np.broadcast_arrays(*y), axis=-2) for y in ((ks, self.k), (vs, self.v))
+        )
+        seen = np.ones((self.n, self.block, 2 * self.block), bool)
+        if self.causal:
+            seen[..., self.block :] = np.tri(self.block, dtype=bool)
+            seen[0, :, : self.block] = may_stay
+        if not own_block:
+            seen[..., self.block :] &= self.causal & (np.arange(self.n) == 0)[:, None, None]
+        self.dots = q @ np.swapaxes(self.keys, -1, -2)
+        s = np.where(seen, self.factor * self.dots, -np.inf)
+        p = np.exp(s - s.max(-1, keepdims=True))
+        self.p = p / p.sum(-1, keepdims=True)
+        output = self.p @ self.values
+        self.result = Result(output=output.reshape(*output.shape[:-3], -1, output.shape[-1]))
+
+    def _blocks(self, x: Any) -> np.ndarray:
+        x = np.asarray(x, dtype=np.float64)
+        return x.reshape(*x.shape[:-2], self.n, self.block, x.shape[-1])
+
+    def _sums(self, x: np.ndarray, rows: bool) -> np.ndarray:
+        if rows or not self.causal:
+            return np.logaddexp.reduce(x, axis=-1 if rows else -2, keepdims=True)
+        return np.logaddexp.accumulate(x, axis=-2)
+
+    def gradients(self, d: np.ndarray, *, steps: int | None = None) -> dict[str, Any]:
+        """Cotangents; ``steps``: through the last so many half steps of the sort alone (0: R is a constant)."""
+        d = d.reshape(*d.shape[:-2], self.n, self.block, -1)
+        d_p = d @ np.swapaxes(self.values, -1, -2)
+        d_s = self.p * (d_p - (self.p * d_p).sum(-1, keepdims=True))
+        d_keys, d_values = self.factor * np.swapaxes(d_s, -1, -2) @ self.q, np.swapaxes(self.p, -1, -2) @ d
+        found: dict[str, Any] = {"q": self.factor * d_s @ self.keys, "scale": (d_s * self.dots).sum()}
+        d_r = 0.0
+        for name, both, x in (("k", d_keys, self.k), ("v", d_values, self.v)):
+            moved, own = both[..., : self.block, :], both[..., self.block :, :]
+            found[name] = own + np.einsum("...uv,...ucd->...vcd", self.sorting, moved)
+            d_r = d_r + np.einsum("...ucd,...vcd->...uv", moved, x)
+        d_x = d_r * self.sorting
+        first = 0 if steps is None else max(0, len(self.trail) - steps)
+        for n in range(len(self.trail) - 1, first - 1, -1):
+            y, rows = self.trail[n]
+            before = self.trail[n - 1][0] if n else self.scores
+            e = np.exp(y)
+            if rows or not self.causal:
+                d_x = d_x - e * d_x.sum(-1 if rows else -2, keepdims=True)
+            else:  # x[u'] stands in the sum of every later row u: share exp(x[u'] - s[u]), with s[u] = x[u] - y[u]
+                sums = self._sums(before, False)
+                with np.errstate(invalid="ignore"):
+                    share = np.exp(before[..., None, :, :] - sums[..., :, None, :])  # (u, u', v)
+                share = np.where(np.tri(self.n, dtype=bool)[:, :, None] & np.isfinite(share), share, 0.0)
+                d_x = d_x - np.einsum("...utv,...uv->...tv", share, d_x)
+        d_x = d_x * (0.0 if steps == 0 else 1.0)
+        found["sort_logits"] = d_x / self.temperature
+        found["temperature"] = -(d_x * self.scores).sum() / self.temperature
+        for name in "qkv":
+            found[name] = found[name].reshape(*found[name].shape[:-3], -1, found[name].shape[-1])
+        return {
+            n: sum_to_shape(np.asarray(g), np.shape(self.a[n])) for n, g in found.items() if self.a.get(n) is not None
+        }
+
+
+def _forward(**change: Any) -> Callable[[dict[str, Any]], Result | None]:
+    def run(a: dict[str, Any]) -> Result | None:
+        with np.errstate(all="ignore"):
+            wrong, right = _Steps(a, **change).result, _Steps(a).result
+        return None if np.allclose(wrong.output, right.output, rtol=0, atol=1e-9) else wrong
+
+    return run
+
+
+def _gradients(steps: int) -> Callable[..., dict[str, Any] | None]:
+    def run(a: dict[str, Any], cotangents: dict[str, Any]) -> dict[str, Any] | None:
+        d = cotangents.get("output")
+        if d is None:
+            return None
+        with np.errstate(all="ignore"):
+            found = _Steps(a)
+            if len(found.trail) <= steps:
+                return None
+            return found.gradients(np.asarray(d, dtype=np.float64), steps=steps)
+
+    return run
+
+
+mutations = (
+    Mutation("sinkhorn_order", "columns are normalised before rows", forward=_forward(columns_first=True)),
+    Mutation("sinkhorn_iterations", "one iteration too few", forward=_forward(fewer=1)),
+    Mutation("sinkhorn_noise", "the noise is not divided by the temperature", forward=_forward(noise_outside=True)),
+    Mutation("sinkhorn_transposed", "R is applied transposed", forward=_forward(transposed=True)),
+    Mutation("sinkhorn_values", "the values stay in their places", forward=_forward(values_in_place=True)),
+    Mutation("sinkhorn_own_block", "a block does not see itself", forward=_forward(own_block=False)),
+    Mutation("sinkhorn_causal", "under causal a block may be put at its own place", forward=_forward(may_stay=True)),
+    Mutation("no_scale", "the logits are not scaled", forward=_forward(scaled=False)),
+    Mutation("sinkhorn_grad", "the sort is a constant for the gradient", gradients=_gradients(0)),
+    Mutation("sinkhorn_grad", "the gradient goes through the last half step alone", gradients=_gradients(1)),
+)
+
+sinkhorn_attention = mechanism(
+    forward,
+    backward,
+    definition,
+    cost,
+    example,
+    mutations,
+    name="sinkhorn_attention",
+    equation="output = softmax(scale q [R k, k]^T) [R v, v] by blocks, R = sinkhorn((sort_logits + noise) / temperature)",
+    paper="Tay, Bahri, Yang, Metzler, Juan 2020, arXiv:2002.11296, section 3",
+    axes={"h": "head", "t": "position", "n": "block", "d": "channel", "e": "value channel"},
+    differentiable=("q", "k", "v", "sort_logits", "temperature", "scale"),
+    floating=("noise",),
+)
+sinkhorn_attention.probe_options = (
+    {"t": 24, "block": 4, "iterations": 7, "noise": None, "says": "no noise, seven iterations"},
+    {
+        "t": 20,
+        "block": 4,
+        "iterations": 1,
+        "scale": 0.3,
+        "temperature": 1.5,
+        "says": "one iteration, a scale of one's own",
+    },
+    {"t": 15, "block": 5, "iterations": 0, "noise": None, "says": "no iteration: exp of the scores"},
+    {"t": 21, "block": 3, "causal": True, "says": "causal: earlier blocks alone, and the own block up to oneself"},
+)
