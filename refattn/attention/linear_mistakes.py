@@ -94,11 +94,11 @@ class Steps:
             for n, x in zero.items()
         )
         d_total = self.divided(d_y, self.sum) if self.normalize else d_y
-        d_divisor = self.d_divisor(d_total)
-        d_weights = np.where(self.seen, d_total @ np.swapaxes(self.values, -1, -2) + d_divisor, 0.0)
-        d_f = d_weights @ self.keys + d_total @ np.swapaxes(self.start, -1, -2)
-        d_f = d_f + d_divisor * self.start_sum[..., None, :]
-        d_k = np.swapaxes(d_weights, -1, -2) @ self.f + self.values @ np.swapaxes(d_state, -1, -2)
+        d_divisor = self.d_divisor(d_y, d_total)
+        d_weights, d_f, d_keys = self.through_the_sum(d_divisor)
+        d_weights = np.where(self.seen, d_weights + d_total @ np.swapaxes(self.values, -1, -2), 0.0)
+        d_f = d_f + d_weights @ self.keys + d_total @ np.swapaxes(self.start, -1, -2)
+        d_k = d_keys + np.swapaxes(d_weights, -1, -2) @ self.f + self.values @ np.swapaxes(d_state, -1, -2)
         d_k = d_k + d_sum[..., None, :]
         d_v = np.swapaxes(self.weights, -1, -2) @ d_total + self.keys @ d_state
         real_rows = np.swapaxes(self.real(), -1, -2)
@@ -112,10 +112,14 @@ class Steps:
         }
         return {n: sum_to_shape(g, np.shape(self.a[n])) for n, g in found.items() if self.a.get(n) is not None}
 
-    def d_divisor(self, d_total: np.ndarray) -> np.ndarray:
+    def d_divisor(self, d_y: np.ndarray, d_total: np.ndarray) -> np.ndarray:
         """(..., q, 1): the cotangent of the sum of weights."""
         d = -np.sum(d_total * self.output, axis=-1, keepdims=True)
         return d if self.normalize else np.zeros_like(d)
+
+    def through_the_sum(self, d_divisor: np.ndarray) -> tuple[Any, Any, Any]:
+        """What it adds to the cotangents of weights, of f and of the keys' features."""
+        return d_divisor, d_divisor * self.start_sum[..., None, :], 0.0
 
 
 # ------------------------------------------------------------------------------------------------ mistakes
@@ -125,13 +129,27 @@ class _Multiplies(Steps):
     def divided(self, total: np.ndarray, divisor: np.ndarray) -> np.ndarray:
         return total * divisor
 
+    def forward(self) -> Result:
+        result = super().forward()
+        self.total = self.weights @ self.values + self.f @ self.start
+        return result
+
+    def d_divisor(self, d_y: np.ndarray, d_total: np.ndarray) -> np.ndarray:
+        d = np.sum(d_y * self.total, axis=-1, keepdims=True)
+        return d if self.normalize else np.zeros_like(d)
+
 
 class _FinalSum(Steps):
     """The sum over all keys stands under every row."""
 
+    def every(self) -> np.ndarray:
+        return (self.keys.sum(-2) + self.start_sum)[..., None, :]
+
     def divisor(self) -> np.ndarray:
-        every = self.keys.sum(-2) + self.start_sum
-        return np.einsum("...qd,...d->...q", self.f, every)[..., None] + self.eps
+        return np.sum(self.f * self.every(), axis=-1, keepdims=True) + self.eps
+
+    def through_the_sum(self, d_divisor: np.ndarray) -> tuple[Any, Any, Any]:
+        return 0.0, d_divisor * self.every(), np.sum(d_divisor * self.f, axis=-2, keepdims=True)
 
 
 class _NoEps(Steps):
@@ -210,8 +228,8 @@ class _FlatSlope(Steps):
 
 
 class _ConstantSum(Steps):
-    def d_divisor(self, d_total: np.ndarray) -> np.ndarray:
-        return np.zeros_like(super().d_divisor(d_total))
+    def d_divisor(self, d_y: np.ndarray, d_total: np.ndarray) -> np.ndarray:
+        return np.zeros_like(super().d_divisor(d_y, d_total))
 
 
 class _NoStateCotangent(Steps):

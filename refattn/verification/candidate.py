@@ -449,9 +449,10 @@ class Adapter:
             return {}, (), f"backward: its signature has no {', '.join(sorted(missing))}"
         brought = {n: self.framework.bring(x) for n, x in cotangents.items()}
         applied = ["output"]
-        if "lse" in brought and signature is not None and "d_lse" in signature.names:
-            options["d_lse"] = brought["lse"]
-            applied.append("lse")
+        for name, x in brought.items():  # that of the lse, of a state, of a loss
+            if name != "output" and signature is not None and f"d_{name}" in signature.names:
+                options[f"d_{name}"] = x
+                applied.append(name)
         try:
             returned = self.backward(brought["output"], *arrays, **options)
         except NotImplementedError as error:
