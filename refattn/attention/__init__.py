@@ -15,6 +15,7 @@ from refattn.attention.routing import routing_attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 from refattn.attention.sinkhorn_blocks import sinkhorn, sinkhorn_attention
 from refattn.attention.sparse_transformer import sparse_transformer_attention
+from refattn.attention.synthesizer import synthesizer_attention
 from refattn.attention.talking_heads import talking_heads_attention
 from refattn.attention.topk import topk_attention
 from refattn.attention.transformer_xl import transformer_xl_attention
@@ -38,6 +39,7 @@ __all__ = [
     "sinkhorn_attention",
     "span_penalty",
     "sparse_transformer_attention",
+    "synthesizer_attention",
     "talking_heads_attention",
     "topk_attention",
     "transformer_xl_attention",

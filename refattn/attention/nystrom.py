@@ -223,9 +223,9 @@ def definition(
         return [np.zeros(x.shape[-1])] * (-len(x) % n) + list(x)
 
     def means(x: np.ndarray) -> list[np.ndarray]:
-        x = rows(x)
-        size = len(x) // n
-        return [sum(x[s * size + 1 : (s + 1) * size], x[s * size]) / size for s in range(n)]
+        padded = rows(x)
+        size = len(padded) // n
+        return [sum(padded[s * size + 1 : (s + 1) * size], padded[s * size]) / size for s in range(n)]
 
     def weights(left: Any, right: Any) -> np.ndarray:
         logits = np.array([[np.sum(x * y) / max(1, len(x)) ** 0.5 for y in right] for x in left])
