@@ -182,10 +182,16 @@ class _FirstTokens(Steps):
         return 1.0 * (np.arange(length) == np.arange(self.n)[:, None] * (length // self.n))
 
 
-class _OtherScale(Steps):
+class _BatchScale(Steps):
     def __init__(self, arguments: Arguments) -> None:
         super().__init__(arguments)
-        self.batch = not self.batch
+        self.batch = True
+
+
+class _MatrixScale(Steps):
+    def __init__(self, arguments: Arguments) -> None:
+        super().__init__(arguments)
+        self.batch = False
 
 
 class _NoStartingScale(Steps):
@@ -274,7 +280,8 @@ nystrom_mutations: tuple[Mutation, ...] = (
     _mistake("nystrom_pad_hidden", "the zeros are hidden from the softmax over keys", _HiddenZeros),
     _mistake("nystrom_landmarks", "a landmark is the mean of every n-th token", _Strided),
     _mistake("nystrom_landmarks", "a landmark is the first token of its segment", _FirstTokens),
-    _mistake("nystrom_scale", "the starting scale is of the batch in place of the matrix, or the reverse", _OtherScale),
+    _mistake("nystrom_scale", "all matrices start from one scale, that of the batch", _BatchScale),
+    _mistake("nystrom_scale", "every matrix starts from its own scale, not that of the batch", _MatrixScale),
     _mistake("nystrom_scale", "the iteration starts from A^T / n", _NoStartingScale, gradients_too=False),
     _mistake("nystrom_steps", "one step of the iteration too few", _OneStepLess),
     _mistake("nystrom_steps", "one step of the iteration too many", _OneStepMore),

@@ -353,7 +353,7 @@ performer_attention = mechanism(
 )
 performer_attention.probe_options = (
     {"q": 21, "k": 21, "n": 15, "causal": True, "says": "causal: query i sees the keys up to its own"},
-    {"q": 70, "k": 70, "n": 6, "causal": True, "chunk": 16, "says": "causal in pieces of 16, which do not divide 70"},
+    {"q": 70, "k": 70, "n": 6, "causal": True, "says": "causal, longer than a usual piece"},
     {"q": 19, "k": 19, "n": 7, "causal": True, "key_sum_eps": 0.5, "says": "a constant added to every feature of the key sum"},
     {"q": 11, "k": 19, "n": 12, "eps": 0.2, "says": "a large constant in the features: the stabilising maximum shows"},
     {"q": 13, "k": 13, "n": 8, "causal": True, "eps": 0.2, "says": "causal with a large constant in the features"},

@@ -118,7 +118,7 @@ class Steps:
                 found[bias] = sum_to_shape(d_y.sum(-2), a[bias].shape)
             return d_y @ _t(a[weight])
 
-        d_hidden = 0.0
+        d_hidden: Any = 0.0
         if "dense" in d:
             d_hidden = d_hidden + linear(self.hidden, d["dense"], "w_2", "b_2")
         if "factors" in d:
@@ -186,7 +186,7 @@ class _MixedAfter(Steps):
 
     def weigh(self, parts: list[np.ndarray], shares: np.ndarray, seen: np.ndarray) -> np.ndarray:
         each = [np.where(seen, _softmax(np.where(seen, part, -np.inf)), 0.0) for part in parts]
-        return sum(shares[:, s, None, None] * weights for s, weights in enumerate(each))
+        return np.sum([shares[:, s, None, None] * weights for s, weights in enumerate(each)], axis=0)
 
 
 class _PlainShares(Steps):

@@ -196,7 +196,10 @@ def test_stored_cases(name, meta, arrays):
 
 @pytest.mark.parametrize("mutation", attention.mutations, ids=lambda m: m.says.replace(" ", "_"))
 def test_mistakes_differ(mutation):
-    given = arguments("padded" if "pad" in mutation.class_ else "two_steps", 12)
+    shown_by = (
+        "padded" if "pad" in mutation.class_ else "batch" if "not that of the batch" in mutation.says else "two_steps"
+    )
+    given = arguments(shown_by, 12)
     result, pullback = attention.vjp(**given)
     cotangents = random_cotangents(attention, result, rng(12))
     right = pullback(**cotangents)
