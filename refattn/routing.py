@@ -130,10 +130,10 @@ def _update_forward(
         the tokens of one centroid and does not notice, the nearest centroid of a token and the loss do.  Queries that are
         keys count in full.
         "ema": running counts and sums.  It starts, as the released code does, with counts of 0 and the centroids as
-        sums, so that one step multiplies a centroid by about decay / ((1 - decay) n): 2 for n = 512 tokens and decay 0.999,
-        200 for 5 tokens, 1e5 for a cluster that got none (whose count is the 1e-5 of the smoothing).  The nearest centroid
-        and the loss then go by those lengths.  A ``state`` of counts that are not 0 avoids it.  Keys of their own make a
-        second step; both go by the centroids as given.
+        sums, so that one step gives the mean of the tokens plus about decay / ((1 - decay) n) times the old centroid: 2 times
+        for n = 512 tokens and decay 0.999, 200 times for 5 tokens, 1e5 for a cluster that got none (whose count is the 1e-5
+        of the smoothing).  The nearest centroid and the loss then go by those lengths.  A ``state`` of counts that are not
+        0 avoids it.  Keys of their own make a second step; both go by the centroids as given.
         "means": the unit mean of the unit members; a centroid without members stays.  Not normalised again: it shrinks
         a little whenever the direction turns.
     state : (array (h, c), array (h, c, d)), optional
