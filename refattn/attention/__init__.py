@@ -1,6 +1,7 @@
 """One file per mechanism."""
 
 from refattn.attention.adaptive_span import adaptive_span_attention, span_penalty
+from refattn.attention.bigbird import bigbird_attention
 from refattn.attention.compressive import compressive_attention
 from refattn.attention.efficient import efficient_attention
 from refattn.attention.linear import linear_attention
@@ -22,6 +23,7 @@ from refattn.attention.transformer_xl import transformer_xl_attention
 
 __all__ = [
     "adaptive_span_attention",
+    "bigbird_attention",
     "compressive_attention",
     "efficient_attention",
     "linear_attention",

@@ -1,0 +1,431 @@
+r"""BigBird attention: every block of queries sees its neighbours, a few global blocks and some blocks drawn at random.
+
+    output[h,i,e] = sum_j exp(logits[h,i,j] - lse[h,i]) v[h,j,e]        logits = scale q k^T, where with u = i // block, w = j // block
+
+    |u - w| <= window_blocks,   or u or w among the first and last global blocks,   or w in random_blocks[h,u]
+
+======  ==========================================  =========================
+letter  axis                                        where
+======  ==========================================  =========================
+...     any batch axes, broadcast as in matmul      q, k, v, output, lse
+h       head                                        all
+t, i, j position, of queries and keys alike         q, k, v, output, lse
+n, u, w block, n = ceil(t / block)                  random_blocks
+r       random blocks of a row of blocks            random_blocks
+d, e    query/key channel, value channel            q, k; v, output
+======  ==========================================  =========================
+
+Conventions: one softmax over the set of all these keys, so a block that is random and near, or drawn twice, counts once; the
+window does not wrap around; the last block may be short.  Work and memory are linear in t.
+
+Source: Zaheer et al. 2020, arXiv:2007.14062, section 2 and appendix D (the block form).
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from refattn import cost as costs
+from refattn import options
+from refattn.arrays import is_array, is_integer, namespace, require_axes, require_integer, to_namespace, to_numpy
+from refattn.attend import KEYS, ROWS, SMALL, Group
+from refattn.attention.dense_definition import definition as dense_definition
+from refattn.attention.dense_mistakes import mutations_for
+from refattn.attention.key_sets import other_keys, with_keys
+from refattn.blocking import Maker, one_length, some
+from refattn.mechanism import mechanism
+from refattn.patterns import Pattern
+from refattn.patterns import blocks as block_pattern
+from refattn.records import Block, Cost, Mutation, Result
+from refattn.selections import Index, Lattice, Span
+
+__all__ = ["bigbird_attention"]
+
+_PAIRS = 1 << 20
+"""Pairs of queries and gathered random keys in one block: gradients of gathered keys take a pass over all keys for each."""
+_SHARED = ("query_lengths", "key_lengths", "scale")
+
+
+class _Layout:
+    """Which block sees which; the random ones without those that are seen anyway."""
+
+    def __init__(self, t: int, h: int, block: Any, random_blocks: Any, window_blocks: Any, global_blocks: Any) -> None:
+        self.t, self.block = t, require_integer("block", block, minimum=1)
+        self.near = require_integer("window_blocks", window_blocks, minimum=0)
+        if not isinstance(global_blocks, (tuple, list)) or len(global_blocks) != 2:
+            raise TypeError(f"global_blocks is {global_blocks!r}: expected (first, last), two counts")
+        first, last = (require_integer("global_blocks", x, minimum=0) for x in global_blocks)
+        self.n = n = math.ceil(t / self.block)
+        self.first, self.last = min(first, n), max(min(first, n), n - last)  # the blocks between are not global
+        drawn = _random("random_blocks", random_blocks, h, n)
+        u = np.arange(n)[:, None]
+        seen = (drawn < 0) | (abs(drawn - u) <= self.near) | (drawn < self.first) | (drawn >= self.last)
+        seen = seen | (u < self.first) | (u >= self.last)
+        ordered = np.sort(np.where(seen, n, drawn), axis=-1)
+        again = np.zeros_like(seen)
+        again[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
+        ordered = np.sort(np.where(again, n, ordered), axis=-1)
+        most = int((ordered < n).sum(-1).max(initial=0))
+        self.drawn = np.where(ordered == n, -1, ordered)[..., :most]  # (h, n, r)
+
+    def pattern(self) -> Pattern:
+        n, h = self.n, self.drawn.shape[0]
+        u, w = np.arange(n)[:, None], np.arange(n)
+        outside = (np.arange(n) < self.first) | (np.arange(n) >= self.last)
+        layout = np.zeros((h, n, n + 1), dtype=bool)
+        np.put_along_axis(layout, np.where(self.drawn < 0, n, self.drawn), True, axis=-1)
+        return block_pattern(layout[..., :n] | (abs(u - w) <= self.near) | outside[:, None] | outside, self.block)
+
+    def span(self, start: int, stop: int) -> tuple[int, int]:
+        """Positions of the blocks start ... stop - 1."""
+        return min(start * self.block, self.t), min(stop * self.block, self.t)
+
+    def blocks(self, xp: Any, like: Any) -> Callable[..., Iterator[Block]]:
+        """Global rows and columns as runs, the band as slices, the random blocks gathered.
+
+        The runs come first: a run of queries replaces what was there, the others are merged into it.
+        """
+
+        def listed(visibility: Pattern | None, group: Group) -> Iterator[Block]:
+            make = Maker(visibility, group, self.t, self.t, xp, like)
+            everything, outside = [(0, self.t)], [self.span(0, self.first), self.span(self.last, self.n)]
+            yield from _runs(make, outside, everything)
+            yield from _runs(make, [self.span(self.first, self.last)], outside)
+            yield from self._band(make)
+            yield from self._gathered(make)
+
+        return listed
+
+    def _band(self, make: Maker) -> Iterator[Block]:
+        full = max(self.first, min(self.last, self.t // self.block))  # a short last block is taken on its own
+        step = max(1, SMALL // (make.units * self.block**2))
+        for shift in range(-self.near, self.near + 1):
+            for u in range(max(self.first, self.first + shift), min(full, full + shift), step):
+                count = min(step, min(full, full + shift) - u)
+                rows, columns = (Lattice(x * self.block, count, self.block) for x in (u, u - shift))
+                yield from some(make.block(rows, columns))
+        if full < self.last:
+            short, lowest = self.last - 1, max(self.first, self.last - 1 - self.near)
+            near = (self.span(lowest, short), self.span(short, self.last))
+            for rows, columns in ((near[1], near[0]), (near[0], near[1]), (near[1], near[1])):
+                queries, keys = (Lattice(begin, 1, end - begin) for begin, end in (rows, columns))
+                yield from some(make.block(queries, keys))
+
+    def _gathered(self, make: Maker) -> Iterator[Block]:
+        width = self.drawn.shape[-1] * self.block
+        if not width:
+            return
+        full = max(self.first, min(self.last, self.t // self.block))
+        step = max(1, _PAIRS // (make.units * width * self.block))
+        runs = [(u, min(u + step, full)) for u in range(self.first, full, step)]
+        runs += [(full, self.last)] * (full < self.last)
+        for u, stop in runs:
+            chosen = self.drawn[make.heads[:, 0], u:stop]  # (g, rows, r)
+            if not (chosen >= 0).any():
+                continue
+            places = np.where(chosen < 0, self.t, chosen * self.block)[..., None] + np.arange(self.block)
+            places = places.reshape(1, len(chosen), 1, stop - u, width)
+            real = places < self.t
+            length = self.span(u, u + 1)
+            queries = Lattice(u * self.block, stop - u, length[1] - length[0])
+            index = to_namespace(np.where(real, places, 0), make.xp, like=make.like)
+            yield make.listed(queries, Index(index), to_namespace(real[..., None, :], make.xp, like=make.like))
+
+
+def _runs(make: Maker, rows: list[tuple[int, int]], columns: list[tuple[int, int]]) -> Iterator[Block]:
+    """All pairs of some positions, in tiles."""
+    step = max(16, ROWS // make.heads.shape[1])
+    for begin, end in rows:
+        for i in range(begin, end, step):
+            queries = Span(i, min(i + step, end))
+            for start, stop in columns:
+                for j in range(start, stop, KEYS):
+                    yield from some(make.block(queries, Span(j, min(j + KEYS, stop))))
+
+
+def _random(name: str, value: Any, h: int, n: int) -> np.ndarray:
+    """The caller's (h, n, r) ints, checked."""
+    if value is None:
+        return np.full((h, n, 0), -1)
+    if not is_array(value) or not is_integer(value.dtype):
+        kind = f"has dtype {value.dtype}" if is_array(value) else f"is a {type(value).__name__}"
+        raise TypeError(f"{name} {kind}: expected an int array (h, n, r), -1 = none")
+    host = to_numpy(value).astype(np.int64)
+    if host.ndim != 3 or host.shape[:2] != (h, n):
+        raise ValueError(f"{name} has shape {host.shape}: expected (h, n, r) with {h} heads and {n} blocks")
+    if host.size and (host.min() < -1 or host.max() >= n):
+        wrong = host[(host < -1) | (host >= n)][0]
+        raise ValueError(f"{name} contains {wrong}: expected blocks 0 ... {n - 1}, or -1 for none")
+    return host
+
+
+@options.takes(*_SHARED)
+def forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    block: int,
+    random_blocks: Any = None,
+    window_blocks: int = 1,
+    global_blocks: tuple[int, int] = (1, 1),
+    backend: Any,
+    algorithm: str,
+    **shared: Any,
+) -> tuple[Result, Any]:
+    """softmax(scale q k^T, over near, global and random blocks) v.
+
+    Parameters
+    ----------
+    q, k : arrays (..., h, t, d)
+    v : array (..., h, t, e)
+    block : int
+        Positions of a block.
+    random_blocks : int array (h, n, r)
+        Blocks of keys that each block of queries sees besides; -1 = none.  Drawn by the caller.
+    window_blocks : int
+        Neighbours seen on each side.
+    global_blocks : (int, int)
+        How many blocks from the start and from the end see all blocks and are seen by all.
+    {shared}
+
+    Returns
+    -------
+    output : array (..., h, t, e), in the dtype of the inputs
+    lse : array (..., h, t), in the compute dtype (float32 for half inputs)
+
+    Raises
+    ------
+    ValueError
+        Shapes that disagree, random blocks out of range, lengths beyond t.
+    TypeError
+        random_blocks that are no ints, counts that are no integers.
+
+    Examples
+    --------
+    Zero queries take means: block {0, 1} is global, {4, 5} also sees {2, 3} by chance.
+
+    >>> import numpy as np
+    >>> q, k, v = np.zeros((1, 6, 2)), np.ones((1, 6, 2)), np.arange(6.0).reshape(1, 6, 1)
+    >>> drawn = np.array([[[-1], [-1], [1]]])
+    >>> options = {"block": 2, "window_blocks": 0, "global_blocks": (1, 0)}
+    >>> bigbird_attention(q, k, v, **options)[0, :, 0].tolist()
+    [2.5, 2.5, 1.5, 1.5, 2.5, 2.5]
+    >>> bigbird_attention(q, k, v, random_blocks=drawn, **options)[0, 4:, 0].tolist()
+    [2.5, 2.5]
+    """
+    sizes = require_axes(q=(q, "... h t d"), k=(k, "... h t d"), v=(v, "... h t e"))
+    layout = _Layout(sizes["t"], sizes["h"], block, random_blocks, window_blocks, global_blocks)
+    own: dict[str, Any] = {"extra_pattern": layout.pattern()}
+    if algorithm != "whole":
+        own["blocks"] = layout.blocks(namespace(q, k, v), q)
+    prepared = options.prepare(q, k, v, backend=backend, algorithm=algorithm, **own, **shared)
+    result, saved = prepared.run()
+    return result, (prepared, saved)
+
+
+def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
+    """Cotangents of q, k, v and scale (derivation: ``refattn.attend.backward``)."""
+    prepared, forward_state = saved
+    return prepared.gradients(forward_state, output, lse)
+
+
+def _seen(arguments: dict[str, Any]) -> np.ndarray:
+    """bool (h, t, t), pair of blocks by pair of blocks."""
+    h, t = np.shape(arguments["q"])[-3:-1]
+    block, near = arguments["block"], arguments.get("window_blocks", 1)
+    first, last = arguments.get("global_blocks", (1, 1))
+    n = -(-t // block)
+    drawn = arguments.get("random_blocks")
+    seen = np.zeros((h, n, n), dtype=bool)
+    for head, u, w in np.ndindex(h, n, n):
+        whole = {x for x in range(n) if x < first or x >= n - last}
+        chosen = set() if drawn is None else set(np.asarray(drawn)[head, u].tolist())
+        seen[head, u, w] = abs(u - w) <= near or u in whole or w in whole or w in chosen
+    return seen.repeat(block, axis=1).repeat(block, axis=2)[:, :t, :t]
+
+
+def _as_dense(arguments: dict[str, Any], seen: np.ndarray | None = None) -> dict[str, Any]:
+    own = ("block", "random_blocks", "window_blocks", "global_blocks")
+    return with_keys({n: x for n, x in arguments.items() if n not in own}, _seen(arguments) if seen is None else seen)
+
+
+def definition(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    block: int,
+    random_blocks: Any = None,
+    window_blocks: int = 1,
+    global_blocks: tuple[int, int] = (1, 1),
+    **shared: Any,
+) -> Result:
+    """Dense attention over the sets above, row by row."""
+    own = {
+        "block": block,
+        "random_blocks": random_blocks,
+        "window_blocks": window_blocks,
+        "global_blocks": global_blocks,
+    }
+    return dense_definition(**_as_dense({"q": q, "k": k, "v": v, **own, **shared}))
+
+
+def cost(
+    *,
+    b: int = 1,
+    h: int = 1,
+    t: int | None = None,
+    q: int | None = None,
+    k: int | None = None,
+    d: int,
+    e: int | None = None,
+    r: int = 0,
+    block: int,
+    random_blocks: Any = None,
+    window_blocks: int = 1,
+    global_blocks: tuple[int, int] = (1, 1),
+    **settings: Any,
+) -> Cost:
+    """Counts over the visible pairs; t, or q = k, is the length.
+
+    Without ``random_blocks``, r blocks that are neither near nor global are counted for every row of blocks that has so many.
+    """
+    t = one_length(t, q, k)
+    if random_blocks is None and r:
+        random_blocks = _draw(np.random.default_rng(0), h, math.ceil(t / block), r, window_blocks, global_blocks)
+    layout = _Layout(t, h, block, random_blocks, window_blocks, global_blocks)
+    own = {"extra_pattern": layout.pattern(), "blocks": layout.blocks(np, np.zeros(0))}
+    return costs.attention(b=b, h=h, q=t, k=t, d=d, e=e, **own, **settings)
+
+
+def _draw(
+    rng: np.random.Generator, h: int, n: int, r: int, window_blocks: int, global_blocks: tuple[int, int]
+) -> np.ndarray:
+    """(h, n, r): different blocks for each head, none of them near or global; -1 where there are not enough."""
+    found = np.full((h, n, r), -1)
+    for head, u in np.ndindex(h, n):
+        free = [w for w in range(global_blocks[0], n - global_blocks[1]) if abs(u - w) > window_blocks]
+        if global_blocks[0] <= u < n - global_blocks[1]:
+            chosen = rng.permutation(free)[:r]
+            found[head, u, : len(chosen)] = chosen
+    return found
+
+
+def example(
+    rng: np.random.Generator,
+    *,
+    b: int = 2,
+    h: int = 3,
+    t: int = 20,
+    d: int = 4,
+    e: int = 3,
+    r: int = 2,
+    block: int = 2,
+    window_blocks: int = 1,
+    global_blocks: tuple[int, int] = (1, 1),
+    **settings: Any,
+) -> dict[str, Any]:
+    """Normal q, k (b,h,t,d), v (b,h,t,e), and r random blocks for every row of blocks; r=0: without."""
+    normal = rng.standard_normal
+    given = {"q": normal((b, h, t, d)), "k": normal((b, h, t, d)), "v": normal((b, h, t, e)), "block": block}
+    given.update(window_blocks=window_blocks, global_blocks=global_blocks)
+    if r and "random_blocks" not in settings:
+        given["random_blocks"] = _draw(rng, h, math.ceil(t / block), r, window_blocks, global_blocks)
+    return {**given, **settings}
+
+
+# ---------------------------------------------------------------- how people get it wrong
+
+
+def _mistake(class_: str, says: str, change: Callable[[dict[str, Any]], Any]) -> Mutation:
+    """Softmax over other keys; ``change`` gives other arguments, or the pairs seen (h, t, t); None: not for these."""
+
+    def wrong(a: dict[str, Any]) -> dict[str, Any] | None:
+        found = change({"window_blocks": 1, "global_blocks": (1, 1), "random_blocks": None, **a})
+        if found is None:
+            return None
+        return _as_dense(a, found) if isinstance(found, np.ndarray) else _as_dense(a, _seen({**a, **found}))
+
+    return other_keys(class_, says, _as_dense, wrong)
+
+
+def _grid(a: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, int]:
+    """Blocks of the queries, of the keys, and their number."""
+    t = np.shape(a["q"])[-2]
+    return np.arange(t)[:, None] // a["block"], np.arange(t) // a["block"], -(-t // a["block"])
+
+
+def _without_global(a: dict[str, Any], *, rows: bool) -> np.ndarray:
+    """Global blocks that see only their window of those that are not, or are seen by it alone."""
+    first, last = a["global_blocks"]
+    u, w, n = _grid(a)
+    outside_u, outside_w = ((x < first) | (x >= n - last) for x in (u, w))
+    lost = outside_u & ~outside_w if rows else outside_w & ~outside_u
+    return np.where(lost, _seen({**a, "global_blocks": (0, 0)}), _seen(a))
+
+
+def _wrapped(a: dict[str, Any]) -> np.ndarray:
+    u, w, n = _grid(a)
+    gap = (u - w) % n
+    return _seen(a) | (np.minimum(gap, n - gap) <= a["window_blocks"])
+
+
+def _last_for_none(a: dict[str, Any]) -> dict[str, Any] | None:
+    if a["random_blocks"] is None:
+        return None
+    n = a["random_blocks"].shape[1]
+    return {"random_blocks": np.where(a["random_blocks"] < 0, n - 1, a["random_blocks"])}
+
+
+def _drawn(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
+    return lambda a: None if a["random_blocks"] is None else {"random_blocks": change(np.asarray(a["random_blocks"]))}
+
+
+bigbird_mutations = (
+    _mistake("bigbird_random_drop", "the random blocks are not seen", _drawn(lambda x: np.full_like(x, -1))),
+    _mistake(
+        "bigbird_random_shared", "all heads see the random blocks of head 0",
+        _drawn(lambda x: np.broadcast_to(x[:1], x.shape)),
+    ),
+    _mistake(
+        "bigbird_random_rows", "random blocks belong to the row before, as if the first one were not counted",
+        _drawn(lambda x: np.roll(x, 1, axis=1)),
+    ),
+    _mistake("bigbird_none_is_last", "-1 among the random blocks is read as the last block", _last_for_none),
+    _mistake(
+        "bigbird_window", "one block too many is seen on each side", lambda a: {"window_blocks": a["window_blocks"] + 1}
+    ),
+    _mistake("bigbird_window", "only the own block is near", lambda a: {"window_blocks": 0}),
+    _mistake("bigbird_wrap", "the first blocks see the last ones as neighbours", _wrapped),
+    _mistake("global_rows_drop", "global blocks are seen by all but see their window", lambda a: _without_global(a, rows=True)),
+    _mistake("global_columns_drop", "global blocks see all but are not seen", lambda a: _without_global(a, rows=False)),
+    _mistake("bigbird_global", "only the first blocks are global", lambda a: {"global_blocks": (a["global_blocks"][0], 0)}),
+)  # fmt: skip
+
+bigbird_attention = mechanism(
+    forward,
+    backward,
+    definition,
+    cost,
+    example,
+    (*bigbird_mutations, *mutations_for(_as_dense, exclude=("pattern_drop",))),
+    name="bigbird_attention",
+    equation="output = softmax(scale * q k^T, over near, global and random blocks) v",
+    paper="Zaheer et al. 2020, arXiv:2007.14062, section 2 and appendix D",
+    axes={"h": "head", "t": "position", "n": "block", "r": "random block", "d": "channel", "e": "value channel"},
+    differentiable=("q", "k", "v", "scale"),
+    outputs=("output", "lse"),
+)
+bigbird_attention.probe_options = (
+    {"t": 64, "block": 4, "r": 3, "says": "three random blocks for each row, another set for each head"},
+    {"t": 37, "block": 5, "r": 1, "global_blocks": (1, 0), "says": "a short last block, global blocks at the start alone"},
+    {"t": 30, "block": 3, "r": 2, "window_blocks": 2, "global_blocks": (2, 1), "says": "two neighbours, two global blocks"},
+    {
+        "t": 40, "b": 2, "block": 4, "query_lengths": (40, 23), "key_lengths": (40, 23),
+        "says": "padded positions, in the last global block too",
+    },
+    {"t": 33, "block": 4, "r": 0, "global_blocks": (0, 0), "scale": 0.3, "says": "the window alone, a scale of one's own"},
+)  # fmt: skip
