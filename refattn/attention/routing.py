@@ -240,8 +240,8 @@ def forward(
         members_k=xp.reshape(chosen_k, (*lead, *chosen_k.shape[1:])),
     )
     norms = ((*q_norm, normalize), (*k_norm, normalize), (*key_norms, key_norm))
-    routes = [(*route, cluster_normalize) for route in routes]
-    return result, (clusters, norms, routes, routed, entries, same, lead)
+    ways = [(*route, cluster_normalize) for route in routes]
+    return result, (clusters, norms, ways, routed, entries, same, lead)
 
 
 def backward(saved: Any, *, output: Any, commitment_loss: Any) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def backward(saved: Any, *, output: Any, commitment_loss: Any) -> dict[str, Any]
         if output is not None:
             found = clusters.backward(flatten_leading(output, 3, lead))
         # what queries, keys and loss send back, before and behind the normalisation of the logits
-        inner: list[Any] = [found.get("q"), None if output is None else normalise_backward(*key_norm, found["k"])]
+        inner: list[Any] = [found.get("q"), None if output is None else normalise_backward(key_norm, found["k"])]
         outer: list[Any] = [None, None]
         if commitment_loss is not None:
             for n, (x, route) in enumerate(zip(routed, routes, strict=True)):
@@ -269,11 +269,11 @@ def backward(saved: Any, *, output: Any, commitment_loss: Any) -> dict[str, Any]
                 if route[2] == "same":
                     inner[n] = _sum(inner[n], d_x)
                 else:
-                    outer[n] = normalise_backward(*route, d_x)
+                    outer[n] = normalise_backward(route, d_x)
         if same:
             inner = [_sum(*inner), None]
         d_q, d_k = (
-            _sum(None if d is None else normalise_backward(*norm, d), beside)
+            _sum(None if d is None else normalise_backward(norm, d), beside)
             for d, norm, beside in zip(inner, (q_norm, k_norm), outer, strict=True)
         )
     gradients = {"q": d_q, "k": d_k, "v": found.get("v")}
@@ -316,9 +316,11 @@ def _widths(cluster_size: Any, t: int, t_k: int, c: int) -> tuple[int, int]:
     elif isinstance(cluster_size, (tuple, list)):
         if len(cluster_size) != 2:
             raise ValueError(f"cluster_size is {cluster_size!r}: expected a number, or (queries, keys)")
-        pair = tuple(require_integer("cluster_size", n, minimum=1) for n in cluster_size)
+        first, second = (require_integer("cluster_size", n, minimum=1) for n in cluster_size)
+        pair = (first, second)
     else:
-        pair = (require_integer("cluster_size", cluster_size, minimum=1),) * 2
+        first = require_integer("cluster_size", cluster_size, minimum=1)
+        pair = (first, first)
     return min(pair[0], t), min(pair[1], t_k)
 
 

@@ -173,7 +173,7 @@ class Clusters:
         mask, factor = self.dropout
         b, h = self._numbers(units)
         i, j = self.positions[0][units[0] : units[1], rows, None], self.positions[1][units[0] : units[1], None, :]
-        flat = 0
+        flat: Any = 0
         for x, size in ((b, mask.shape[0]), (h, mask.shape[1]), (i, mask.shape[3]), (j, mask.shape[4])):
             flat = flat * size + (x if size > 1 else xp.zeros_like(x))
         kept = xp.reshape(xp.take(xp.reshape(mask, (-1,)), xp.reshape(flat, (-1,))), flat.shape)
@@ -322,7 +322,10 @@ class Clusters:
         d_flat = xp.reshape(d_tokens, (d_tokens.shape[0] * d_tokens.shape[1], d_tokens.shape[2]))
         finite = self.finite and _finite(d_flat)
         first = task.n0 * self.lengths[0]
-        d_q, d_k, d_v, sums = [], [], [], {}
+        d_q: list[Any] = []
+        d_k: list[Any] = []
+        d_v: list[Any] = []
+        sums: dict[str, Any] = {}
         for units, part, lse in zip(task.runs, task.part, task.lse, strict=True):
             k, v = self._keys(units)
             rows_q: list[Any] = []

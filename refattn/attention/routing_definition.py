@@ -28,7 +28,7 @@ def definition(
     query_mask: Any = None,
     key_mask: Any = None,
     memory_keys: np.ndarray | None = None,
-    memory_values: np.ndarray | None = None,
+    memory_values: Any = None,
     average_eps: float = 0.0,
     relative_keys: np.ndarray | None = None,
     relative_values: np.ndarray | None = None,

@@ -19,7 +19,9 @@ def normalise(x: Any, kind: str | None) -> tuple[Any, Any]:
     return layer_norm(x, LAYER_EPS) if kind == "layer" else unit_norm(x, UNIT_EPS)
 
 
-def normalise_backward(normal: Any, factor: Any, kind: str | None, d_normal: Any) -> Any:
+def normalise_backward(done: tuple[Any, Any, str | None], d_normal: Any) -> Any:
+    """Cotangent of x; ``done`` = (normalised x, factor, kind)."""
+    normal, factor, kind = done
     if kind is None:
         return d_normal
     if kind == "layer":
@@ -39,7 +41,7 @@ class Routed:
         self.keep, self.projection = keep, projection
         self.x = x if projection is None else einsum("bhtd,df->bhtf", x, projection)
         self.centroids: Any = None
-        self.nearest: Any = None  # (b, h, t): index of the nearest centroid
+        self.nearest: list[Any] | None = None  # of every head (t,): index of the nearest centroid
 
     def _by_head(self, function: Any, backend: Any, work: int) -> list[Any]:
         """function(b, h) of every head."""
@@ -96,6 +98,6 @@ class Routed:
         if self.nearest is None:
             return namespace(self.x).zeros_like(self.x)
         h = self.x.shape[1]
-        gaps = [self._gap(*divmod(n, h), nearest) * factor for n, nearest in enumerate(self.nearest)]
+        gaps = [self._gap(n // h, n % h, nearest) * factor for n, nearest in enumerate(self.nearest)]
         d_x = namespace(self.x).reshape(namespace(self.x).stack(gaps), self.x.shape)
         return d_x if self.projection is None else einsum("bhtf,df->bhtd", d_x, self.projection)

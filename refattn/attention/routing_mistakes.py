@@ -180,7 +180,7 @@ class Steps:
         weights = np.where(seen, np.exp(np.where(seen, logits - top, 0.0)), 0.0)
         total = weights.sum(-1, keepdims=True)
         self.weights = weights / np.where(total > 0, total, 1.0)
-        self.factors = 1.0
+        self.factors: Any = 1.0
         if self.a.get("dropout_mask") is not None:
             kept = np.broadcast_to(self.a["dropout_mask"], (*self.lead, self.h, self.t, self.t_k))[..., None, :, :]
             self.factors = np.ones(weights.shape)
@@ -199,8 +199,7 @@ class Steps:
             members_k=self.listed(1),
         )
 
-    @staticmethod
-    def one_hot(gap: np.ndarray, rows: int) -> np.ndarray:
+    def one_hot(self, gap: np.ndarray, rows: int) -> np.ndarray:
         """The row of a relative table of every pair, as zeros and ones (..., p)."""
         return np.clip(gap, -(rows // 2), rows // 2)[..., None] + rows // 2 == np.arange(rows)
 
@@ -253,7 +252,7 @@ class Steps:
         raw = [np.zeros(self.q.shape), np.zeros(self.k.shape)]
         d_loss = cotangents.get("commitment_loss")
         for n, gap in enumerate(self.gaps if d_loss is not None else ()):
-            d_x = self.d_loss(gap) * float(np.reshape(d_loss, ()))
+            d_x = self.d_loss(gap) * float(np.reshape(d_loss, ()))  # type: ignore[arg-type]
             d_x = d_x if self.a.get("projection") is None else d_x @ self.array("projection").T
             source = (self.q, self.k)[n]
             raw[n] = raw[n] + self.normal_back(
@@ -438,16 +437,14 @@ class _NoMasks(Steps):
 
 
 class _RelativeTurned(Steps):
-    @staticmethod
-    def one_hot(gap: np.ndarray, rows: int) -> np.ndarray:
-        return Steps.one_hot(-gap, rows)
+    def one_hot(self, gap: np.ndarray, rows: int) -> np.ndarray:
+        return super().one_hot(-gap, rows)
 
 
 class _RelativeByPosition(Steps):
-    def __init__(self, arguments: Arguments) -> None:
-        super().__init__(arguments)
-        gap = np.arange(self.t_k)[None, :] - np.arange(self.t)[:, None]
-        self.one_hot = lambda ranks, rows: Steps.one_hot(np.broadcast_to(gap, ranks.shape), rows)  # type: ignore[method-assign]
+    def one_hot(self, gap: np.ndarray, rows: int) -> np.ndarray:
+        by_position = np.arange(self.t_k)[None, :] - np.arange(self.t)[:, None]
+        return super().one_hot(np.broadcast_to(by_position, gap.shape), rows)
 
 
 class _LossSum(Steps):
