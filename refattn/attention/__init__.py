@@ -4,6 +4,7 @@ from refattn.attention.adaptive_span import adaptive_span_attention, span_penalt
 from refattn.attention.bigbird import bigbird_attention
 from refattn.attention.compressive import compressive_attention
 from refattn.attention.efficient import efficient_attention
+from refattn.attention.etc import etc_attention
 from refattn.attention.linear import linear_attention
 from refattn.attention.linformer import linformer_attention
 from refattn.attention.local import local_attention
@@ -26,6 +27,7 @@ __all__ = [
     "bigbird_attention",
     "compressive_attention",
     "efficient_attention",
+    "etc_attention",
     "linear_attention",
     "linformer_attention",
     "local_attention",

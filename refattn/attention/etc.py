@@ -1,0 +1,732 @@
+r"""ETC attention: a long sequence with a window around every token, and a short global one that sees and is seen by everything.
+
+    keys = [k_global, k], values = [v_global, v] along the positions, one softmax for each row:
+
+    output[h,i,e]        = sum_j exp(logits[h,i,j] - lse) values[h,j,e]     over the global keys and long keys i - radius ... i + radius
+    output_global[h,i,e] = sum_j exp(logits[h,i,j] - lse) values[h,j,e]     over all keys
+    logits[h,i,j]        = scale sum_d q[h,i,d] (keys[h,j,d] + labels[h,l(i,j),d])
+
+    l(i,j) between long tokens: clip + min(max(j - i, -clip), clip);  else as long_labels and global_labels say, -1 = none
+
+======  ==================================================  ======================================================
+letter  axis                                                where
+======  ==================================================  ======================================================
+...     any batch axes, broadcast as in matmul              all but labels
+h       head                                                q, k, v, the global arrays, labels, outputs
+t       long position                                       q, k, v, output, long_labels, long_mask
+n       global position                                     q_global, k_global, v_global, output_global
+p       label                                               labels
+d, e    query/key channel, value channel                    q, k, labels; v, outputs
+======  ==================================================  ======================================================
+
+Conventions: each of the four pieces (global to global, global to long, long to global, long to long) has its mask, and the two
+pieces of a row share one softmax; a label adds a vector to the key, the same for all batch entries.  A row that sees nothing
+gives 0.  Work and memory are linear in t for a fixed number of global tokens and labels.
+
+Source: Ainslie et al. 2020, arXiv:2004.08483, "Relative Position Encoding" and "Global-Local Attention"; labels after Shaw,
+Uszkoreit, Vaswani 2018, arXiv:1803.02155.  The paper has projections for each of the four pieces, separate or shared; here
+there is one for each sequence.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from refattn import cost as costs
+from refattn import options
+from refattn.arrays import (
+    broadcast_leading,
+    flatten_leading,
+    is_array,
+    is_bool,
+    is_integer,
+    namespace,
+    require_axes,
+    require_integer,
+    sum_to_shape,
+    to_namespace,
+    to_numpy,
+)
+from refattn.attention.dense_definition import definition as dense_definition
+from refattn.blocking import one_length
+from refattn.contraction import einsum
+from refattn.mechanism import mechanism
+from refattn.patterns import Pattern, dense, prefix
+from refattn.patterns import window as window_pattern
+from refattn.records import Cost, Mutation, Result
+from refattn.scores import Term
+from refattn.selections import Index
+
+__all__ = ["etc_attention"]
+
+
+class _Labels(Term):
+    """logits + values[i, row(i,j)]; values (b|1, h, 1, q, p) are in the logits' scale, ``rows(view)`` gives ints, -1 = none.
+
+    Blocks are slices of queries and keys.
+    """
+
+    names = ("labels",)
+
+    def __init__(self, values: Any, rows: Callable[[Any], Any]) -> None:
+        self.values, self.rows = values, rows
+
+    def start(self, view: Any) -> dict[str, Any]:
+        own = view.own(self.values)
+        return {"labels": namespace(own).zeros_like(own)}
+
+    def whole(self) -> dict[str, Any]:
+        return {"labels": namespace(self.values).zeros_like(self.values)}
+
+    def place(self, name: str, total: Any, part: Any, view: Any) -> Any:
+        return view.backend.accumulate(total, (*view.slices(self.values), ...), part)
+
+    def _entries(self, view: Any) -> tuple[Any, Any]:
+        """Where a pair has a label (b|1, 1, 1, a, c), and its place among the block's a * p values (b|1, 1, 1, 1, a * c)."""
+        xp, p = view.xp, self.values.shape[-1]
+        rows = self.rows(view)
+        a, c = rows.shape[-2:]
+        flat = xp.where(rows < 0, xp.zeros_like(rows), rows) + xp.arange(a, dtype=rows.dtype)[:, None] * p
+        return rows >= 0, xp.reshape(flat, (rows.shape[0], 1, 1, 1, a * c))
+
+    def apply(self, logits: Any, view: Any) -> tuple[Any, Any]:
+        xp = view.xp
+        labelled, flat = self._entries(view)
+        values = view.queries.take(view.own(self.values))  # (b, h, 1, a, p)
+        values = xp.reshape(values, (*values.shape[:3], values.shape[-2] * values.shape[-1], 1))
+        taken = xp.reshape(Index(flat).take(values), (*values.shape[:3], *labelled.shape[-2:]))
+        return logits + xp.where(labelled, taken, xp.zeros_like(taken)), None
+
+    def pull(self, d_logits: Any, kept: Any, view: Any, sums: dict[str, Any]) -> Any:
+        xp, p = view.xp, self.values.shape[-1]
+        labelled, flat = self._entries(view)
+        share = xp.where(labelled, d_logits, xp.zeros_like(d_logits))
+        a, c = share.shape[-2:]
+        share = xp.reshape(share, (*share.shape[:3], a * c, 1))
+        placed = view.backend.segment_add(share, flat[..., 0, :], a * p)
+        placed = xp.reshape(placed, (*placed.shape[:3], a, p))
+        placed = sum_to_shape(placed, (sums["labels"].shape[0], *placed.shape[1:]))
+        sums["labels"] = view.queries.accumulate(view.backend, sums["labels"], placed)
+        return d_logits
+
+
+def _long_rows(n: int, clip: int, table: Any) -> Callable[[Any], Any]:
+    """Labels of long queries; ``table`` (b|1, t, n) ints in the library of the arrays, or None."""
+
+    def rows(view: Any) -> Any:
+        xp = view.xp
+        (i0, i1), (j0, j1) = view.queries.extent, view.keys.extent
+        parts = []
+        if j0 < n:
+            stop = min(j1, n)
+            if table is None:
+                parts.append(xp.full((1, i1 - i0, stop - j0), -1, dtype=xp.int64))
+            else:
+                parts.append(table[view.group.b if table.shape[0] > 1 else slice(None), i0:i1, j0:stop])
+        if j1 > n:
+            first = max(j0, n) - n
+            distance = xp.arange(first, j1 - n)[None, None, :] - xp.arange(i0, i1)[None, :, None]
+            parts.append(xp.astype(xp.clip(distance, -clip, clip) + clip, xp.int64))
+        lead = max(x.shape[0] for x in parts)
+        whole = xp.concat([xp.broadcast_to(x, (lead, *x.shape[1:])) for x in parts], axis=-1)
+        return whole[:, None, None, ...]
+
+    return rows
+
+
+def _table_rows(table: Any) -> Callable[[Any], Any]:
+    """Labels of global queries: those of the table (b|1, n, n + t)."""
+
+    def rows(view: Any) -> Any:
+        (i0, i1), (j0, j1) = view.queries.extent, view.keys.extent
+        own = view.group.b if table.shape[0] > 1 else slice(None)
+        return table[own, i0:i1, j0:j1][:, None, None, ...]
+
+    return rows
+
+
+def _seen_by_long(n: int, t: int, radius: int, counts: Any, long_mask: Any, lead: tuple[int, ...]) -> Pattern:
+    """Global keys (those of the mask), and long ones within the radius."""
+    first = prefix(n if counts is None else counts.reshape(lead))
+    near = window_pattern(radius, radius, align=n) & ~prefix(n)
+    if long_mask is None:
+        return first | near
+    return (first & _Among(long_mask)) | near
+
+
+class _Among(Pattern):
+    """A mask over the first keys alone; bool (b|1, q, n)."""
+
+    def __init__(self, mask: np.ndarray) -> None:
+        super().__init__("among", mask)
+        self._mask, self.batch = mask, mask.shape[0]
+        self._flat = np.ascontiguousarray(mask).reshape(-1)
+
+    def _fit_batch(self, batch: tuple[int, ...]) -> Pattern:
+        return self
+
+    def _visible(self, xp: Any, i: Any, j: Any, b: Any, h: Any, *, q: int, k: int) -> Any:
+        n = self._mask.shape[-1]
+        entry = 0 if self.batch == 1 else self._need(b, "b")
+        return self._lookup(xp, "_flat", (entry * self._mask.shape[1] + i) * n + xp.where(j < n, j, n - 1)) & (j < n)
+
+    def _key_range(self, i0: int, i1: int, q: int, k: int, b: Any, h: Any) -> tuple[int, int]:
+        return 0, self._mask.shape[-1]
+
+    def _classify(self, i0: int, i1: int, j0: int, j1: int, q: int, k: int, b: Any, h: Any) -> str:
+        return "empty" if j0 >= self._mask.shape[-1] else "partial"
+
+
+# ------------------------------------------------------------------------------------------------ arguments
+
+
+def _table(name: str, value: Any, shape: tuple[int, ...], lead: tuple[int, ...], labels: int | None) -> Any:
+    """A mask (``labels`` None) or label numbers (..., i, j) on the host, leading axes joined: (b, i, j), b = 1 if shared."""
+    kind = "a bool array, True = may attend" if labels is None else "an int array of labels, -1 = none"
+    fits = is_array(value) and (is_bool(value.dtype) if labels is None else is_integer(value.dtype))
+    if not fits:
+        what = f"has dtype {value.dtype}" if is_array(value) else f"is a {type(value).__name__}"
+        raise TypeError(f"{name} {what}: expected {kind}")
+    host = to_numpy(value)
+    if host.shape[-2:] != shape:
+        raise ValueError(f"{name} has shape {host.shape}: expected (..., {shape[0]}, {shape[1]})")
+    if labels is not None and host.size and (host.min() < -1 or host.max() >= labels):
+        wrong = host[(host < -1) | (host >= labels)][0]
+        raise ValueError(f"{name} contains {wrong}: expected labels 0 ... {labels - 1}, or -1 for none")
+    own = lead if math.prod(host.shape[:-2]) != 1 else (1,) * len(lead)
+    host = np.broadcast_to(host.reshape(host.shape[-2:]) if own != lead else host, (*own, *shape))
+    return host.reshape(math.prod(own), *shape)
+
+
+def _counts(name: str, value: Any, most: int, lead: tuple[int, ...]) -> np.ndarray | None:
+    if value is None:
+        return None
+    counts = np.broadcast_to(options.per_batch(name, value, lead), (math.prod(lead),))
+    if counts.size and (counts.min() < 0 or counts.max() > most):
+        raise ValueError(f"{name} is {counts.tolist()}: expected between 0 and {most}")
+    return counts
+
+
+def _clip(clip: Any, labels: Any) -> int:
+    """The largest distance with a label of its own."""
+    if labels is None:
+        return 0
+    p = labels.shape[-2]
+    if clip is None:
+        if p % 2 == 0:
+            raise ValueError(f"labels has {p} rows: expected clip, since 2 clip + 1 of them are for distances")
+        return p // 2
+    clip = require_integer("clip", clip, minimum=0)
+    if 2 * clip + 1 > p:
+        raise ValueError(f"clip is {clip}, so that distances have {2 * clip + 1} labels: labels has {p} rows")
+    return clip
+
+
+# ------------------------------------------------------------------------------------------------ forward and backward
+
+
+def forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    q_global: Any,
+    k_global: Any,
+    v_global: Any,
+    *,
+    radius: int,
+    labels: Any = None,
+    clip: int | None = None,
+    long_labels: Any = None,
+    global_labels: Any = None,
+    long_mask: Any = None,
+    global_mask: Any = None,
+    lengths: Any = None,
+    global_lengths: Any = None,
+    scale: Any = None,
+    backend: Any,
+    algorithm: str,
+) -> tuple[Result, Any]:
+    """Long rows: softmax over the global keys and a window; global rows: softmax over everything; labels added to keys.
+
+    Parameters
+    ----------
+    q, k : arrays (..., h, t, d)
+    v : array (..., h, t, e)
+        The long sequence.
+    q_global, k_global : arrays (..., h, n, d)
+    v_global : array (..., h, n, e)
+        The global one.
+    radius : int
+        Long tokens see each other up to this distance.
+    labels : array (h, p, d)
+        Vectors added to keys.  Rows 0 ... 2 clip are those of the distances -clip ... clip, key minus query.
+    clip : int
+        Larger distances take the label of this one.  Default: (p - 1) / 2, all rows being distances.
+    long_labels : int array (..., t, n)
+        Labels of global keys for long queries; -1 = none, which is the default.
+    global_labels : int array (..., n, n + t)
+        Labels of the keys [global, long] for global queries, likewise.
+    long_mask : bool array (..., t, n)
+        Which global keys a long query may attend to.
+    global_mask : bool array (..., n, n + t)
+        Which of the keys [global, long] a global query may attend to.
+    lengths, global_lengths : ints per batch
+        Real long and global tokens; those beyond are padding: never read, output 0, gradient 0.
+    scale : float
+        Default d**-0.5; of the label term too.  Differentiable.
+
+    Returns
+    -------
+    output : array (..., h, t, e), in the dtype of the inputs
+    output_global : array (..., h, n, e)
+
+    Raises
+    ------
+    ValueError
+        Shapes that disagree, labels out of range, a clip that has not enough labels, lengths beyond the arrays.
+    TypeError
+        Masks that are not bool, label numbers that are no ints.
+
+    Examples
+    --------
+    Zero queries take means: of the global value 9 and the neighbours; the global row of everything.
+
+    >>> import numpy as np
+    >>> q, k, v = np.zeros((1, 4, 1)), np.ones((1, 4, 1)), np.array([[[0.0], [3.0], [3.0], [6.0]]])
+    >>> one = np.zeros((1, 1, 1))
+    >>> result = etc_attention.forward(q, k, v, one, one, one + 9, radius=1)
+    >>> result.output[0, :, 0].tolist(), round(float(result.output_global[0, 0, 0]), 6)
+    ([4.0, 3.75, 5.25, 6.0], 4.2)
+    """
+    sizes = require_axes(
+        q=(q, "... h t d"), k=(k, "... h t d"), v=(v, "... h t e"),
+        q_global=(q_global, "... h n d"), k_global=(k_global, "... h n d"), v_global=(v_global, "... h n e"),
+    )  # fmt: skip
+    h, t, n, d = (sizes[x] for x in "htnd")
+    if labels is not None:
+        require_axes({"h": h, "d": d}, labels=(labels, "h p d"))
+    elif clip is not None or long_labels is not None or global_labels is not None:
+        raise TypeError("labels is missing: clip, long_labels and global_labels say how they are used")
+    radius, clip = require_integer("radius", radius, minimum=0), _clip(clip, labels)
+    arrays = {"q": q, "k": k, "v": v, "q_global": q_global, "k_global": k_global, "v_global": v_global}
+    leading = {name: (x, 3) for name, x in arrays.items()}
+    given = {
+        "long_labels": long_labels,
+        "global_labels": global_labels,
+        "long_mask": long_mask,
+        "global_mask": global_mask,
+    }
+    leading.update((name, (x, 2)) for name, x in given.items() if is_array(x) and x.ndim > 1)
+    lead = broadcast_leading(**leading)
+    xp = namespace(q, k, v)
+    shapes = {"long": (t, n), "global": (n, n + t)}
+    p = None if labels is None else labels.shape[-2]
+    tables: dict[str, Any] = {
+        name: None if x is None else _table(name, x, shapes[name.split("_")[0]], lead, p if "labels" in name else None)
+        for name, x in given.items()
+    }
+    long_counts = _counts("lengths", lengths, t, lead)
+    global_counts = _counts("global_lengths", global_lengths, n, lead)
+
+    def spread(x: Any) -> Any:
+        return xp.broadcast_to(x, (*lead, *x.shape[-3:]))
+
+    keys, values = (
+        xp.concat([spread(first), spread(second)], axis=-2) for first, second in ((k_global, k), (v_global, v))
+    )
+    shared = {"scale": scale, "backend": backend, "algorithm": algorithm}
+    factor = (max(1, d) ** -0.5) if scale is None else scale
+
+    def term(query: Any, rows: Any) -> tuple[Any, Any]:
+        """Products of queries and labels (..., h, q, p), and the term that adds them up."""
+        if labels is None or rows is None:
+            return None, None
+        products = einsum("...hqd,hpd->...hqp", query, labels)
+
+        def terms(layout: Any, lead: tuple[int, ...]) -> list[Term]:
+            return [_Labels(layout.split(flatten_leading(products * factor, 3, lead)), rows)]
+
+        return products, terms
+
+    def moved(name: str) -> Any:
+        table = tables[name]
+        return None if table is None else to_namespace(np.ascontiguousarray(table, dtype=np.int64), xp, like=q)
+
+    long_q, global_q = spread(q), spread(q_global)
+    masked = tables["long_mask"] if n else None
+    own = _seen_by_long(n, t, radius, global_counts, masked, lead)
+    ends = None if long_counts is None else n + long_counts
+    products, terms = term(long_q, _long_rows(n, clip, moved("long_labels")))
+    long = options.prepare(
+        long_q,
+        keys,
+        values,
+        extra_pattern=own,
+        extra_terms=terms,
+        query_lengths=long_counts,
+        key_lengths=ends,
+        **shared,
+    )
+    long_result, long_state = long.run()
+
+    table = moved("global_labels")
+    global_products, terms = term(global_q, None if table is None else _table_rows(table))
+    own = _seen_by_global(n, t, global_counts, tables["global_mask"])
+    whole = options.prepare(
+        global_q,
+        keys,
+        values,
+        extra_pattern=own,
+        extra_terms=terms,
+        query_lengths=global_counts,
+        key_lengths=ends,
+        **shared,
+    )
+    global_result, global_state = whole.run()
+    result = Result(output=long_result.output, output_global=global_result.output)
+    return result, (
+        (long, long_state, long_q, products),
+        (whole, global_state, global_q, global_products),
+        (labels, factor, n, lead),
+    )
+
+
+def _seen_by_global(n: int, t: int, counts: Any, mask: Any) -> Pattern | None:
+    """What a global row sees of [global, long] beside the lengths of the long keys; (b, n, n + t) is linear in t."""
+    if counts is None and mask is None:
+        return None
+    seen = np.ones((1, n, n + t), dtype=bool) if mask is None else mask
+    if counts is not None:
+        j = np.arange(n + t)
+        seen = seen & ((j >= n) | (j < counts[:, None]))[:, None, :]
+    return dense(seen[:, None])
+
+
+def backward(saved: Any, *, output: Any, output_global: Any) -> dict[str, Any]:
+    """Cotangents of all arrays, labels and scale: those of the long rows and of the global rows.
+
+    A label's product with q is one more term of the logit: with D[i,p] = sum of dlogits over the keys with that label,
+    dq = scale D labels, dlabels = scale D^T q, and scale gets sum D (q . labels).
+    """
+    long_part, global_part, (labels, factor, n, lead) = saved
+    found: dict[str, Any] = {}
+
+    def add(name: str, x: Any) -> None:
+        found[name] = x if name not in found else found[name] + x
+
+    for (prepared, state, query, products), d, own in (
+        (long_part, output, "q"),
+        (global_part, output_global, "q_global"),
+    ):
+        if d is None:
+            continue
+        xp = namespace(d)
+        part = prepared.gradients(state, d, None)
+        add(own, part["q"])
+        for name, both in (("k", part["k"]), ("v", part["v"])):
+            add(name + "_global", both[..., :n, :])
+            add(name, both[..., n:, :])
+        add("scale", part["scale"])
+        if products is not None:
+            d_values = part["labels"]  # (b, h, 1, q, p)
+            d_values = xp.reshape(d_values, (*lead, d_values.shape[1], *d_values.shape[-2:]))
+            add(own, factor * einsum("...hqp,hpd->...hqd", d_values, labels))
+            add("labels", factor * einsum("...hqp,...hqd->hpd", d_values, query))
+            add("scale", xp.sum(xp.where(d_values == 0, xp.zeros_like(d_values), d_values * products)))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ definition, counts, example
+
+
+def _flat(x: Any, lead: tuple[int, ...]) -> np.ndarray:
+    return np.broadcast_to(x, (*lead, *np.shape(x)[-2:]))
+
+
+def _pairs(a: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+    """What each row of [global, long] sees of [global, long], and the label of each pair (..., n + t, n + t); leading axes."""
+    t, n, radius = np.shape(a["q"])[-2], np.shape(a["q_global"])[-2], a["radius"]
+    tables = ("long_labels", "global_labels", "long_mask", "global_mask")
+    lead = np.broadcast_shapes(
+        *(np.shape(a[x])[:-3] for x in ("q", "k", "v", "q_global", "k_global", "v_global")),
+        *(np.shape(a[x])[:-2] for x in tables if a.get(x) is not None),
+    )
+    seen, label = np.zeros((*lead, n + t, n + t), dtype=bool), np.full((*lead, n + t, n + t), -1)
+    clip = 0 if a.get("labels") is None else a["labels"].shape[-2] // 2 if a.get("clip") is None else a["clip"]
+    for i in range(t):
+        for j in range(t):
+            seen[..., n + i, n + j] = abs(i - j) <= radius
+            label[..., n + i, n + j] = clip + min(max(j - i, -clip), clip)
+    seen[..., n:, :n] = True if a.get("long_mask") is None else _flat(a["long_mask"], lead)
+    seen[..., :n, :] = True if a.get("global_mask") is None else _flat(a["global_mask"], lead)
+    label[..., n:, :n] = -1 if a.get("long_labels") is None else _flat(a["long_labels"], lead)
+    label[..., :n, :] = -1 if a.get("global_labels") is None else _flat(a["global_labels"], lead)
+    return seen, label, lead
+
+
+def _joined(a: dict[str, Any], lead: tuple[int, ...]) -> list[np.ndarray]:
+    """q, k and v of [global, long]."""
+    found = []
+    for name in "qkv":
+        parts = (np.asarray(a[x], dtype=np.float64) for x in (name + "_global", name))
+        found.append(np.concatenate([np.broadcast_to(x, (*lead, *x.shape[-3:])) for x in parts], axis=-2))
+    return found
+
+
+def _real(a: dict[str, Any], lead: tuple[int, ...]) -> np.ndarray:
+    """Which of [global, long] are no padding, bool (..., n + t)."""
+    parts = []
+    for name, x in (("global_lengths", a["q_global"]), ("lengths", a["q"])):
+        count = np.asarray(x.shape[-2] if a.get(name) is None else a[name])
+        count = np.broadcast_to(count.reshape(lead) if count.size == math.prod(lead) else count, lead)
+        parts.append(np.arange(x.shape[-2]) < count[..., None])
+    return np.concatenate(parts, axis=-1)
+
+
+def definition(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, q_global: Any, k_global: Any, v_global: Any, **settings: Any
+) -> Result:
+    """Dense attention over [global, long] with the labels as a bias, row by row."""
+    a = {"q": q, "k": k, "v": v, "q_global": q_global, "k_global": k_global, "v_global": v_global, **settings}
+    seen, label, lead = _pairs(a)
+    (queries, keys, values), real = _joined(a, lead), _real(a, lead)
+    n, h, scale = q_global.shape[-2], q.shape[-3], a.get("scale")
+    factor = max(1, q.shape[-1]) ** -0.5 if scale is None else float(np.reshape(scale, ()))
+    bias = np.zeros((*lead, h, *seen.shape[-2:]))
+    if a.get("labels") is not None:
+        for at in np.ndindex(*bias.shape):
+            row = label[(*at[: len(lead)], *at[-2:])]
+            if row >= 0:
+                bias[at] = factor * np.sum(queries[at[:-1]] * a["labels"][at[len(lead)], row])
+    mask = seen & real[..., None, :] & real[..., :, None]
+    output = dense_definition(queries, keys, values, mask=mask[..., None, :, :], bias=bias, scale=factor).output
+    return Result(output=output[..., n:, :], output_global=output[..., :n, :])
+
+
+def cost(
+    *,
+    b: int = 1,
+    h: int = 1,
+    t: int | None = None,
+    q: int | None = None,
+    k: int | None = None,
+    n: int,
+    d: int,
+    e: int | None = None,
+    p: int = 0,
+    radius: int,
+    direction: str = "forward",
+    **settings: Any,
+) -> Cost:
+    """Counts of long rows against global keys and their window, of global rows against everything, and of q times the labels.
+
+    t, or q = k, is the length; p labels (0: none) cost (t + n) p d multiply-adds a head, twice that backward.
+    """
+    t = one_length(t, q, k)
+    sizes = {"b": b, "h": h, "k": n + t, "d": d, "e": e, "direction": direction, **settings}
+    own = _seen_by_long(n, t, require_integer("radius", radius, minimum=0), None, None, (b,))
+    total = costs.attention(q=t, extra_pattern=own, **sizes) + costs.attention(q=n, **sizes)
+    times = {"forward": 1, "backward": 2, "both": 3}[direction]
+    products = times * b * h * (t + n) * p * d
+    return total + Cost(multiplies=products, computed_multiplies=products, parameters=h * p * d)
+
+
+def example(
+    rng: np.random.Generator,
+    *,
+    b: int = 2,
+    h: int = 3,
+    t: int = 11,
+    n: int = 3,
+    d: int = 4,
+    e: int = 3,
+    p: int = 8,
+    radius: int = 2,
+    clip: int | None = 2,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Normal arrays and p labels, of which 2 clip + 1 are for distances and the others are drawn for the other pieces.
+
+    p=0: without labels.  ``long_mask=True`` and ``global_mask=True`` draw masks.
+    """
+    normal = rng.standard_normal
+    given = {"q": normal((b, h, t, d)), "k": normal((b, h, t, d)), "v": normal((b, h, t, e))}
+    given.update(q_global=normal((b, h, n, d)), k_global=normal((b, h, n, d)), v_global=normal((b, h, n, e)))
+    given["radius"] = radius
+    if p:
+        clip = (p - 1) // 2 if clip is None else min(clip, (p - 1) // 2)
+        given.update(labels=normal((h, p, d)), clip=clip)
+        first = 2 * clip + 1
+        for name, shape in (("long_labels", (b, t, n)), ("global_labels", (b, n, n + t))):
+            drawn = rng.integers(first - 1, p, shape)
+            given[name] = np.where(drawn < first, -1, drawn)
+    given.update({name: x for name, x in settings.items() if x is not True})
+    for name, shape in (("long_mask", (b, t, n)), ("global_mask", (b, n, n + t))):
+        if settings.get(name) is True:
+            given[name] = rng.random(shape) < 0.7
+    return {name: x for name, x in given.items() if x is not None}
+
+
+# ---------------------------------------------------------------- how people get it wrong, on plain NumPy
+
+
+class _Steps:
+    """One matrix of all rows and keys, global first.  Each keyword breaks one step."""
+
+    def __init__(
+        self,
+        a: dict[str, Any],
+        *,
+        more: int = 0,
+        turned: bool = False,
+        dropped: bool = False,
+        unscaled: bool = False,
+        to_global: bool = True,
+        from_global: bool = True,
+        padded: bool = False,
+        apart: bool = False,
+    ) -> None:
+        self.a, self.n = a, a["q_global"].shape[-2]
+        seen, label, lead = _pairs({**a, "radius": max(0, a["radius"] + more)})
+        n = self.n
+        i = np.arange(seen.shape[-1])
+        far = np.zeros(seen.shape[-2:], bool)
+        far[n:, n:] = True
+        if turned:
+            label = np.where(far, np.swapaxes(label, -1, -2), label)
+        if dropped:
+            clip = a["labels"].shape[-2] // 2 if a.get("clip") is None else a.get("clip", 0)
+            label = np.where(far & (abs(i[:, None] - i) > clip), -1, label)
+        if not to_global:
+            seen = seen & ~((i[:, None] >= n) & (i < n))
+        if not from_global:
+            seen = seen & ~((i[:, None] < n) & (i >= n))
+        real = _real(a, lead)
+        self.row = real[..., None, :, None]
+        columns = real | (padded & (i >= n))
+        self.seen = (seen & columns[..., None, :] & real[..., :, None])[..., None, :, :]
+        self.q, self.k, self.v = _joined(a, lead)
+        self.factor = a["q"].shape[-1] ** -0.5 if a.get("scale") is None else float(np.reshape(a["scale"], ()))
+        self.label_factor = 1.0 if unscaled else self.factor
+        self.dots = self.q @ np.swapaxes(self.k, -1, -2)
+        self.hot = self.products = None
+        logits = self.factor * self.dots
+        if a.get("labels") is not None:
+            labels = np.asarray(a["labels"], dtype=np.float64)
+            self.hot = (label[..., None] == np.arange(labels.shape[-2])).astype(float)  # (..., i, j, p)
+            self.products = np.einsum("...hid,hpd->...hip", self.q, labels)
+            self.picked = np.einsum("...hip,...ijp->...hij", self.products, self.hot)
+            logits = logits + self.label_factor * self.picked
+        groups = (i < n, i >= n) if apart else (i >= 0,)
+        self.p = 0.0
+        for columns in groups:
+            s = np.where(self.seen & columns, logits, -np.inf)
+            top = s.max(-1, keepdims=True, initial=-np.inf)
+            e = np.exp(s - np.where(np.isfinite(top), top, 0.0))
+            total = e.sum(-1, keepdims=True)
+            self.p = self.p + e / np.where(total == 0, 1.0, total)
+        self.values = np.where(np.isfinite(self.v), self.v, 0.0)
+        self.output = self.p @ self.values
+
+    def result(self) -> Result:
+        return Result(output=self.output[..., self.n :, :], output_global=self.output[..., : self.n, :])
+
+    def gradients(self, cotangents: dict[str, Any], *, by_query: bool = True, shared: bool = True) -> dict[str, Any]:
+        """Without ``by_query`` labels do not reach the queries; without ``shared`` only distances reach the labels."""
+        parts = []
+        for name, x in (("output_global", self.output[..., : self.n, :]), ("output", self.output[..., self.n :, :])):
+            d = cotangents.get(name)
+            parts.append(np.zeros(x.shape) if d is None else np.asarray(d, dtype=np.float64))
+        d = np.where(self.row, np.concatenate(parts, axis=-2), 0.0)
+        d_p = d @ np.swapaxes(self.values, -1, -2)
+        d_s = self.p * (d_p - (self.p * d_p).sum(-1, keepdims=True))
+        d_q, d_k = self.factor * d_s @ self.k, self.factor * np.swapaxes(d_s, -1, -2) @ self.q
+        found: dict[str, Any] = {"scale": np.asarray((d_s * self.dots).sum())}
+        if self.hot is not None:
+            per_label = np.einsum("...hij,...ijp->...hip", d_s, self.hot)
+            found["scale"] = found["scale"] + (per_label * self.products).sum()
+            d_q = d_q + self.label_factor * by_query * np.einsum("...hip,hpd->...hid", per_label, self.a["labels"])
+            kept = per_label if shared else per_label * (np.arange(per_label.shape[-2]) >= self.n)[:, None]
+            found["labels"] = self.label_factor * np.einsum("...hip,...hid->...hpd", kept, self.q)
+        for name, x in (("q", d_q), ("k", d_k), ("v", np.swapaxes(self.p, -1, -2) @ d)):
+            found[name + "_global"], found[name] = x[..., : self.n, :], x[..., self.n :, :]
+        return {n: sum_to_shape(g, np.shape(self.a[n])) for n, g in found.items() if self.a.get(n) is not None}
+
+
+def _mistake(
+    class_: str, says: str, *, forward: bool = True, labelled: bool = False, pull: Any = None, **change: Any
+) -> Mutation:
+    def same(x: Any, y: Any) -> bool:
+        return all(np.allclose(x[n], y[n], rtol=0, atol=1e-9, equal_nan=True) for n in x)
+
+    def steps(a: dict[str, Any]) -> _Steps | None:
+        if labelled and a.get("labels") is None:
+            return None
+        wrong = _Steps(a, **change)
+        return None if change and same(wrong.result().fields, _Steps(a).result().fields) else wrong
+
+    def wrong_forward(a: dict[str, Any]) -> Result | None:
+        with np.errstate(all="ignore"):
+            wrong = steps(a)
+        return None if wrong is None else wrong.result()
+
+    def wrong_gradients(a: dict[str, Any], cotangents: dict[str, Any]) -> dict[str, Any] | None:
+        with np.errstate(all="ignore"):
+            wrong = steps(a)
+            if wrong is None or change.get("apart"):
+                return None
+            found = wrong.gradients(cotangents, **(pull or {}))
+            return None if pull and same(found, wrong.gradients(cotangents)) else found
+
+    gradients = None if change.get("apart") else wrong_gradients
+    return Mutation(class_, says, forward=wrong_forward if forward else None, gradients=gradients)
+
+
+etc_mutations = (
+    _mistake("window_plus1", "the radius is one too large", more=1),
+    _mistake("etc_label_sign", "distances are counted from key to query", labelled=True, turned=True),
+    _mistake("etc_label_clip", "distances beyond the clip have no label", labelled=True, dropped=True),
+    _mistake("etc_label_scale", "the label term is not scaled", labelled=True, unscaled=True),
+    _mistake("etc_two_softmaxes", "global and long keys have a softmax each", apart=True),
+    _mistake("global_columns_drop", "long tokens do not see the global ones", to_global=False),
+    _mistake("global_rows_drop", "global tokens see each other alone", from_global=False),
+    _mistake("tail_unmasked", "global rows see padded long tokens", padded=True),
+    _mistake(
+        "etc_label_grad", "labels give the queries no gradient", forward=False, labelled=True, pull={"by_query": False}
+    ),
+    _mistake(
+        "etc_label_grad", "labels get none from global rows", forward=False, labelled=True, pull={"shared": False}
+    ),
+)
+
+etc_attention = mechanism(
+    forward,
+    backward,
+    definition,
+    cost,
+    example,
+    etc_mutations,
+    name="etc_attention",
+    equation="output = softmax(scale q (k + label)^T, over a window and the global tokens) v; global rows: over everything",
+    paper="Ainslie et al. 2020, arXiv:2004.08483, Global-Local Attention",
+    axes={
+        "h": "head",
+        "t": "long position",
+        "n": "global position",
+        "p": "label",
+        "d": "channel",
+        "e": "value channel",
+    },
+    differentiable=("q", "k", "v", "q_global", "k_global", "v_global", "labels", "scale"),
+    outputs=("output", "output_global"),
+    storage=("output", "output_global"),
+)
+etc_attention.probe_options = (
+    {"t": 27, "n": 4, "p": 0, "radius": 3, "says": "no labels"},
+    {"t": 21, "n": 2, "p": 5, "radius": 6, "clip": 2, "scale": 0.3, "says": "distances beyond the clip, a scale of one's own"},
+    {"t": 19, "n": 3, "long_mask": True, "global_mask": True, "says": "masks of the three pieces with global tokens"},
+    {"t": 17, "n": 4, "b": 2, "lengths": (17, 9), "global_lengths": (4, 2), "says": "padded long and global tokens"},
+    {"t": 5, "n": 2, "radius": 9, "says": "a radius beyond the sequence"},
+)  # fmt: skip
