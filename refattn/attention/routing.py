@@ -113,8 +113,8 @@ def forward(
         i and j are positions in the sequence, or places in the two lists of members.  By rank, queries with members of their
         own see later tokens.
     self_attention : {"always", "last_resort", "never"}
-        Whether a query sees the key of its own position: like any other, only where it sees no other key of the cluster nor a
-        memory, or never.
+        Whether a query sees the key of its own position: like any other; only where it sees no other key of the cluster and no
+        memory, but then whatever hides it otherwise, provided that it is among the cluster's keys; or never.
     members : (int array, int array), each (..., h, c, w)
         Positions of the queries and of the keys of each cluster, ranked as they stand; -1 for none.
     query_mask, key_mask : bool arrays (..., t)

@@ -61,27 +61,31 @@ class Clusters:
         self.sources = (q * self.scale, k, v)  # (b h t, channels)
         everything = (*self.sources, *(() if memory is None else memory))
         self.finite = all(_finite(x) for x in everything)
-        self.positions, self.rows, self.dead = zip(
+        self.positions, self.rows, empty, hidden = zip(
             *(self._index(x, keep, t) for x, keep, t in zip(members, masks, self.lengths, strict=True)), strict=True
         )
+        # Masked queries are left out; a masked key is only hidden, as a token may see itself as last resort.
+        self.dead, self.hidden = (hidden[0], empty[1]), hidden[1]
         # Members of queries that are those of the keys, in rising order: their ranks compare as their positions do.
-        self.ranked = alike and self.dead == (None, None)
+        self.ranked = alike and all(x is None for x in hidden)
         self.tasks = self._tasks()
 
-    def _index(self, members: Any, keep: Any, t: int) -> tuple[Any, Any, Any]:
-        """Positions (units, w), rows of the flat arrays, and the slots without a token (None if there are none)."""
+    def _index(self, members: Any, keep: Any, t: int) -> tuple[Any, Any, Any, Any]:
+        """Positions (units, w), rows of the flat arrays, slots without a token, and with masked ones (None: no such)."""
         xp = self.backend.xp
         width = members.shape[-1]
-        dead = members < 0
-        place = xp.where(dead, xp.zeros_like(members), members)
+        empty = members < 0
+        hidden = empty
+        place = xp.where(empty, xp.zeros_like(members), members)
         if keep is not None and t:
             entry = xp.arange(self.batch)[:, None, None, None] * t + place
             real_ones = xp.take(xp.reshape(keep, (-1,)), xp.reshape(entry, (-1,)))
-            dead = xp.logical_or(dead, xp.logical_not(xp.reshape(real_ones, members.shape)))
+            hidden = xp.logical_or(empty, xp.logical_not(xp.reshape(real_ones, members.shape)))
         heads = xp.reshape(xp.arange(self.batch * self.h), (self.batch, self.h, 1, 1))
         shape = (self.units, width)
         rows = xp.reshape(place + heads * t, shape)
-        return xp.reshape(place, shape), rows, xp.reshape(dead, shape) if bool(xp.any(dead)) else None
+        found = (xp.reshape(x, shape) if bool(xp.any(x)) else None for x in (empty, hidden))
+        return xp.reshape(place, shape), rows, *found
 
     # ------------------------------------------------------------ runs of units
 
@@ -144,8 +148,10 @@ class Clusters:
         if self.causal is not None:
             i, j = place if self.causal == "rank" else compared
             parts.append(i >= j)
-        if self.dead[1] is not None:
-            parts.append(xp.logical_not(self.dead[1][units[0] : units[1], None, :]))
+        if self.dead[0] is not None:
+            parts.append(xp.logical_not(self.dead[0][units[0] : units[1], rows, None]))
+        if self.hidden is not None:
+            parts.append(xp.logical_not(self.hidden[units[0] : units[1], None, :]))
         if self.visibility is not None:
             b, h = self._numbers(units)
             parts.append(self.visibility.visible(*own, q=self.lengths[0], k=self.lengths[1], b=b, h=h))
@@ -157,7 +163,10 @@ class Clusters:
             itself = compared[0] == compared[1]
             others = xp.logical_not(itself) if seen is None else xp.logical_and(seen, xp.logical_not(itself))
             if self.self_attention == "last_resort" and not memory:
-                itself = itself if seen is None else xp.logical_and(itself, seen)
+                if self.dead[0] is not None:
+                    itself = xp.logical_and(itself, ~self.dead[0][units[0] : units[1], rows, None])
+                if self.dead[1] is not None:
+                    itself = xp.logical_and(itself, ~self.dead[1][units[0] : units[1], None, :])
                 others = xp.logical_or(others, xp.logical_and(itself, ~xp.any(others, axis=-1, keepdims=True)))
             seen = others
         if seen is None or not memory:

@@ -85,8 +85,10 @@ def definition(
                     if not hidden:
                         seen.append((j, key))
                 others = [(j, key) for j, key in seen if key != token]
-                if self_attention == "never" or (self_attention == "last_resort" and (others or _any(memory_keys))):
+                if self_attention != "always":
                     seen = others
+                if self_attention == "last_resort" and not others and not _any(memory_keys):
+                    seen = [(j, key) for j, key in enumerate(own_keys) if key == token]
                 entries = []  # (logit, weight factor, value)
                 for j, key in seen:
                     own = keys[at][key] + _relative(relative_keys, j - i)

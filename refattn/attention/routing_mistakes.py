@@ -158,7 +158,8 @@ class Steps:
         if self.self_rule() != "always":
             others = seen & ~itself
             last = ~others.any(-1, keepdims=True) & (self.self_rule() == "last_resort") & (self.memory == 0)
-            seen = others | (seen & itself & last)
+            own = alive[..., :, None] & (self.place_k >= 0)[..., None, :] & itself
+            seen = others | (own & last)
         logits = np.einsum("...htd,...hkd->...htk", self.q_n, self.keys)[..., None, :, :]
         gap = self.place_k[..., None, :] - self.place_q[..., :, None]
         self.rows = {n: self.one_hot(gap, len(self.a[n])) for n in _TABLES if self.a.get(n) is not None}

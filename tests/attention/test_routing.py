@@ -46,6 +46,10 @@ OPTIONS = {
     "masks": {"query_mask": KEEP, "key_mask": KEPT_KEYS, "k": True},
     "masks_shared": {"query_mask": KEEP, "key_mask": KEEP, "causal": True, "average_eps": 0.1},
     "masks_members": {"query_mask": KEEP, "key_mask": KEPT_KEYS, "k": True, "members": True},
+    "last_resort_hidden": {
+        "self_attention": "last_resort", "causal": True, "members": True, "key_mask": KEPT_KEYS,
+        "pattern": patterns.dense(rng(9).random((T, T)) < 0.5),
+    },
     "one_mask": {"key_mask": KEPT_KEYS[:1], "self_attention": "last_resort"},
     "memory": {"memory_keys": True, "causal": True, "k": True},
     "memory_self": {"memory_keys": True, "causal": True, "self_attention": "last_resort"},
