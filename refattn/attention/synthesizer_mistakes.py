@@ -186,7 +186,10 @@ class _MixedAfter(Steps):
 
     def weigh(self, parts: list[np.ndarray], shares: np.ndarray, seen: np.ndarray) -> np.ndarray:
         each = [np.where(seen, _softmax(np.where(seen, part, -np.inf)), 0.0) for part in parts]
-        return np.sum([shares[:, s, None, None] * weights for s, weights in enumerate(each)], axis=0)
+        total = np.zeros(())
+        for s, weights in enumerate(each):
+            total = total + shares[:, s, None, None] * weights
+        return total
 
 
 class _PlainShares(Steps):
