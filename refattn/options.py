@@ -492,7 +492,7 @@ def _visibility(
                     raise ValueError(f"{name} is {counts.tolist()}: expected between 0 and {most}")
                 own[name] = counts
         rows = own.get("query_lengths")
-        rows = None if rows is None else np.broadcast_to(rows, (math.prod(lead),))
+        rows = None if rows is None else np.broadcast_to(rows, (math.prod(lead),)).copy()
         parts.append(patterns.lengths(**own))
     if (options["query_segments"] is None) != (options["key_segments"] is None):
         missing = "query_segments" if options["query_segments"] is None else "key_segments"

@@ -73,7 +73,7 @@ def forward(q: Any, k: Any, v: Any, *, key_lengths: Any = None) -> tuple[Result,
         counts = per_batch("key_lengths", key_lengths, lead)
         if counts.size and (counts.min() < 0 or counts.max() > k.shape[-2]):
             raise ValueError(f"key_lengths is {counts.tolist()}: expected between 0 and {k.shape[-2]}")
-        counts = np.broadcast_to(counts, (math.prod(lead),)).reshape(*lead, 1, 1)
+        counts = np.array(np.broadcast_to(counts, (math.prod(lead),))).reshape(*lead, 1, 1)
         real_keys = xp.arange(k.shape[-2]) < to_namespace(counts, xp, like=k)  # (..., 1, k)
         v = xp.where(real_keys[..., None], v, xp.zeros_like(v))
     over_channels, _ = masked_softmax(q)

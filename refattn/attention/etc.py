@@ -352,7 +352,7 @@ def forward(
 
     def moved(name: str) -> Any:
         table = tables[name]
-        return None if table is None else to_namespace(np.ascontiguousarray(table, dtype=np.int64), xp, like=q)
+        return None if table is None else to_namespace(np.array(table, dtype=np.int64), xp, like=q)
 
     long_q, global_q = spread(q), spread(q_global)
     masked = tables["long_mask"] if n else None

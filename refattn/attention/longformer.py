@@ -81,7 +81,7 @@ def _tokens(global_tokens: Any, lead: tuple[int, ...], t: int) -> np.ndarray:
         kind = f"has dtype {global_tokens.dtype}" if is_array(global_tokens) else f"is a {type(global_tokens).__name__}"
         raise TypeError(f"global_tokens {kind}: expected a bool array (..., t), True = global")
     host = to_numpy(global_tokens)
-    return np.broadcast_to(host, (*lead, t)).reshape(math.prod(lead), t)
+    return np.array(np.broadcast_to(host, (*lead, t))).reshape(math.prod(lead), t)
 
 
 def _edges(span: Any, t: int) -> tuple[int, int]:

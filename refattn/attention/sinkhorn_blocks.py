@@ -261,6 +261,8 @@ def forward(
     array([[[3.],
             [3.]]])
     """
+    if backend.fused:
+        raise ValueError(f"backend {backend.name!r} does not serve sinkhorn_attention: its keys are mixtures")
     block = require_integer("block", block, minimum=1)
     sizes = require_axes(
         q=(q, "... h t d"), k=(k, "... h t d"), v=(v, "... h t e"), sort_logits=(sort_logits, "... h n n")
