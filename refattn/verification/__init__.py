@@ -314,7 +314,7 @@ class _Session:
 
     def _judge(self, probe: Probe, dtype: str, outcome: Outcome, call: Call | None = None) -> None:
         call = call or self._call(probe, dtype, probe.name)
-        about = {"probe": probe.name, "dtype": dtype, "says": probe.says, "seconds": outcome.seconds}
+        about: dict[str, Any] = {"probe": probe.name, "dtype": dtype, "says": probe.says, "seconds": outcome.seconds}
         if outcome.status != "ok":
             status = "not run" if outcome.status == "unsupported" else outcome.status
             self.rows.append(Row(**about, status=status, message=outcome.message, traceback=outcome.traceback))
@@ -326,7 +326,8 @@ class _Session:
         for name in truth.values:
             given = call.arrays.get(name.removeprefix("d_"), call.options.get(name.removeprefix("d_")))
             exact = name == "output" or (name.startswith("d_") and isinstance(given, np.ndarray))
-            wanted = next(iter(call.arrays.values())).dtype if name == "output" else getattr(given, "dtype", None)
+            like = next(x for x in call.arrays.values() if x is not None) if name == "output" else given
+            wanted = getattr(like, "dtype", None)
             judgements.append(judge(name, got.get(name), truth, dtype=wanted if exact else None, leak=leak))
         if self.gradients and not outcome.gradients:
             judgements += [

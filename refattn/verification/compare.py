@@ -80,6 +80,7 @@ class Judgement:
     certain: bool = False
     says: str = ""
     where: dict[str, Any] = dataclasses.field(default_factory=dict)
+    limits: tuple[float, float] = (math.inf, math.inf)  # of maximum and median
 
     @property
     def ok(self) -> bool:
@@ -522,7 +523,7 @@ def judge(
         bad = units > limits[0]
         where = locate(bad if bad.any() else units > limits[1], units, array)
         says = _says(got, right, units, where)
-    return Judgement(array, "ok" if ok else "mismatch", maximum, median, kind, certain, says, where)
+    return Judgement(array, "ok" if ok else "mismatch", maximum, median, kind, certain, says, where, limits)
 
 
 def _says(got: np.ndarray, right: np.ndarray, units: np.ndarray, where: dict[str, Any]) -> str:
@@ -531,7 +532,7 @@ def _says(got: np.ndarray, right: np.ndarray, units: np.ndarray, where: dict[str
     parts = [f"worst at {_named(where['worst'])}: {float(got[at]):.6g}, expected {float(right[at]):.6g}"]
     if wrong_nan:
         parts.append(f"{wrong_nan} of {got.size} are NaN where numbers are due")
-    parts.append(f"{where['share']:.0%} of the elements off")
+    parts.append(f"{where['count']} of {got.size} elements off, the first at {_named(where['first'])}")
     parts.extend(f"{letter} only {_ranges(only)}" for letter, only in where["only"].items())
     if where.get("starts_at_multiple_of"):
         parts.append(f"the bad rows start at {where['first_row']}, a multiple of {where['starts_at_multiple_of']}")
@@ -581,7 +582,7 @@ def locate(bad: np.ndarray, units: np.ndarray, array: str) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``worst`` and ``first`` index by axis letter, ``share`` of bad elements, ``only``: for each axis on which not all
+        ``worst`` and ``first`` index by axis letter, ``count`` and ``share`` of bad elements, ``only``: for each axis on which not all
         positions hold a bad element, the ones that do; ``first_row`` and ``starts_at_multiple_of`` for the length axis.
     """
     letters = axes_of(array, bad.ndim)
@@ -590,6 +591,7 @@ def locate(bad: np.ndarray, units: np.ndarray, array: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "worst": {letter: int(i) for letter, i in zip(letters, worst, strict=True)},
         "first": {letter: int(i) for letter, i in zip(letters, first, strict=True)},
+        "count": int(bad.sum()),
         "share": float(bad.mean()),
         "only": {},
     }

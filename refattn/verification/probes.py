@@ -40,7 +40,6 @@ MARGIN = 1e-5
 """A probe of a mechanism that chooses keeps all its choices this far apart: some hundred roundings of float32."""
 
 _POSITIONED = ("causal", "window", "alibi_slopes")
-_NONE: Mapping[str, Any] = {}
 
 
 def storage_dtype(name: str) -> np.dtype:
@@ -94,9 +93,10 @@ class Probe:
     @property
     def shapes(self) -> dict[str, bool]:
         """Whether head counts (``gqa``) and channel counts (``value_size``) of q, k and v differ."""
-        q, k, v = (self.arguments.get(n) for n in ("q", "k", "v"))
-        if not all(isinstance(x, np.ndarray) and x.ndim >= 3 for x in (q, k, v)):
+        found = [x for n in ("q", "k", "v") if isinstance(x := self.arguments.get(n), np.ndarray) and x.ndim >= 3]
+        if len(found) < 3:
             return {"gqa": False, "value_size": False}
+        q, k, v = found
         return {"gqa": q.shape[-3] != k.shape[-3], "value_size": q.shape[-1] != v.shape[-1]}
 
     @property
@@ -122,7 +122,9 @@ class Probe:
     def clean(self) -> "Probe":
         """The same probe without poison and in plain memory: what tells a leak or a stride mistake from any other."""
         arguments = {
-            n: np.where(np.isfinite(x) & (np.abs(x) < 1e29), x, 0.0) if n in ("k", "v") and isinstance(x, np.ndarray) else x
+            n: np.where(np.isfinite(x) & (np.abs(x) < 1e29), x, 0.0)
+            if n in ("k", "v") and isinstance(x, np.ndarray)
+            else x
             for n, x in self.arguments.items()
         }
         return dataclasses.replace(
@@ -221,9 +223,9 @@ class _Maker:
     def rng(self, name: str) -> np.random.Generator:
         return np.random.default_rng([self.seed, zlib.crc32(name.encode())])
 
-    def example(self, name: str, options: Mapping[str, Any] = _NONE, **sizes: int) -> dict[str, Any]:
+    def example(self, name: str, **sizes: int) -> dict[str, Any]:
         known = {n: s for n, s in sizes.items() if n in self.letters or not self.letters}
-        return dict(self.mechanism.example(self.rng(name), **known, **options))
+        return dict(self.mechanism.example(self.rng(name), **known))
 
     def arrays(
         self,

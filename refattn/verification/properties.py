@@ -77,7 +77,7 @@ def _relations(rng: np.random.Generator, dtype: str) -> Iterator[_Relation]:
     shuffled = {**a, "k": a["k"][..., order, :], "v": a["v"][..., order, :]}
     yield "key_order", "the order of the keys does not matter", [(a, {}), (shuffled, {})], lambda o: [(o[1], o[0])]
 
-    single = [({n: x[i : i + 1] for n, x in a.items()}, {}) for i in range(2)]
+    single: list[tuple[_Arrays, dict[str, Any]]] = [({n: x[i : i + 1] for n, x in a.items()}, {}) for i in range(2)]
     says = "a batch entry does not depend on the others"
     yield "batch", says, [(a, {}), *single], lambda o: [(o[1], o[0][:1]), (o[2], o[0][1:])]
 

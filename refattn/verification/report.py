@@ -197,12 +197,9 @@ class Report:
         return [f"{', '.join(arrays[reason])}: {reason} ({count} calls)" for reason, count in calls.most_common()]
 
     def _thresholds(self) -> list[str]:
-        used = {(row.dtype, j.bound) for row in self.rows for j in row.judgements if j.bound}
-        lines = []
-        for dtype, kind in sorted(used):
-            largest, median = THRESHOLDS[dtype][kind]
-            lines.append(f"{dtype}, {_KINDS[kind]}: maximum {largest:g}, median {median:g}")
-        return lines
+        judged = [(row.dtype, j) for row in self.rows for j in row.judgements]
+        used = sorted({(dtype, j.bound, j.limits) for dtype, j in judged if math.isfinite(j.limits[0])})
+        return [f"{d}, {_KINDS[kind]}: maximum {largest:g}, median {median:g}" for d, kind, (largest, median) in used]
 
     # ------------------------------------------------------------------ files
 
