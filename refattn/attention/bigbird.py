@@ -109,8 +109,8 @@ class _Layout:
         if full < self.last:
             short, lowest = self.last - 1, max(self.first, self.last - 1 - self.near)
             near = (self.span(lowest, short), self.span(short, self.last))
-            for rows, columns in ((near[1], near[0]), (near[0], near[1]), (near[1], near[1])):
-                queries, keys = (Lattice(begin, 1, end - begin) for begin, end in (rows, columns))
+            before, last = (Lattice(begin, 1, end - begin) for begin, end in near)
+            for queries, keys in ((last, before), (before, last), (last, last)):
                 yield from some(make.block(queries, keys))
 
     def _gathered(self, make: Maker) -> Iterator[Block]:
@@ -297,7 +297,7 @@ def cost(
     if random_blocks is None and r:
         random_blocks = _draw(np.random.default_rng(0), h, math.ceil(t / block), r, window_blocks, global_blocks)
     layout = _Layout(t, h, block, random_blocks, window_blocks, global_blocks)
-    own = {"extra_pattern": layout.pattern(), "blocks": layout.blocks(np, np.zeros(0))}
+    own: dict[str, Any] = {"extra_pattern": layout.pattern(), "blocks": layout.blocks(np, np.zeros(0))}
     return costs.attention(b=b, h=h, q=t, k=t, d=d, e=e, **own, **settings)
 
 

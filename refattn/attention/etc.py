@@ -373,12 +373,12 @@ def forward(
 
     table = moved("global_labels")
     global_products, terms = term(global_q, None if table is None else _table_rows(table))
-    own = _seen_by_global(n, t, global_counts, tables["global_mask"])
+    own_global = _seen_by_global(n, t, global_counts, tables["global_mask"])
     whole = options.prepare(
         global_q,
         keys,
         values,
-        extra_pattern=own,
+        extra_pattern=own_global,
         extra_terms=terms,
         query_lengths=global_counts,
         key_lengths=ends,
@@ -552,7 +552,7 @@ def example(
     p=0: without labels.  ``long_mask=True`` and ``global_mask=True`` draw masks.
     """
     normal = rng.standard_normal
-    given = {"q": normal((b, h, t, d)), "k": normal((b, h, t, d)), "v": normal((b, h, t, e))}
+    given: dict[str, Any] = {"q": normal((b, h, t, d)), "k": normal((b, h, t, d)), "v": normal((b, h, t, e))}
     given.update(q_global=normal((b, h, n, d)), k_global=normal((b, h, n, d)), v_global=normal((b, h, n, e)))
     given["radius"] = radius
     if p:

@@ -60,8 +60,8 @@ class _Globals(NamedTuple):
     """Where the global tokens of each batch entry stand; host arrays."""
 
     tokens: np.ndarray  # (b, t) bool
-    index: np.ndarray  # (b, n): their positions, 0 where an entry has fewer
-    slot: np.ndarray  # (b, t): the place of a position in the index, 0 where it has none
+    places: np.ndarray  # (b, n): their positions, 0 where an entry has fewer
+    slot: np.ndarray  # (b, t): the number of a position among the places, 0 where it has none
     counts: np.ndarray  # (b,)
 
 
@@ -120,14 +120,14 @@ def _blocks(
     left: int, right: int, found: _Globals, lead: tuple[int, ...], h: int, t: int, xp: Any, like: Any
 ) -> Callable[..., Iterator[Block]]:
     """The window as a band of blocks, then runs of rows against the gathered global keys."""
-    n = found.index.shape[-1]
+    n = found.places.shape[-1]
     size = min(max(16, math.ceil((left + right) / 2)), 128)
     behind, ahead = math.ceil(left / size), math.ceil(right / size)
     near = window(left, right, align=0)
     pairs = rows = None
     if n:
         pairs, rows = (x.fit(t, t, batch=lead, heads=h) for x in (_local_pairs(found, lead), _local_rows(found, lead)))
-        index = to_namespace(found.index[:, None, None, None, :], xp, like=like)  # (b, 1, 1, 1, n)
+        index = to_namespace(found.places[:, None, None, None, :], xp, like=like)  # (b, 1, 1, 1, n)
         real = to_namespace(
             (np.arange(n) < found.counts[:, None])[:, None, None, None, None, :], xp, like=like
         )  # (b, 1, 1, 1, 1, n)
@@ -247,14 +247,18 @@ def forward(
     def moved(x: np.ndarray) -> Any:
         return to_namespace(x.reshape(*lead, *x.shape[1:]), xp, like=q)
 
-    index, slot = moved(rows.index[:, None]), moved(rows.slot[:, None])  # (..., 1, n) and (..., 1, t)
-    present = moved((np.arange(rows.index.shape[-1]) < rows.counts[:, None])[:, None, :, None])
+    index, slot = moved(rows.places[:, None]), moved(rows.slot[:, None])  # (..., 1, n) and (..., 1, t)
+    present = moved((np.arange(rows.places.shape[-1]) < rows.counts[:, None])[:, None, :, None])
     is_global, is_row = moved(tokens[:, None, :, None]), moved(real[:, None, :, None])
     queries = take_order(xp.broadcast_to(q_global, (*lead, *q_global.shape[-3:])), index)
-    lengths = {"query_lengths": rows.counts, "key_lengths": shared.get("key_lengths"), "scale": shared.get("scale")}
+    lengths: dict[str, Any] = {
+        "query_lengths": rows.counts,
+        "key_lengths": shared.get("key_lengths"),
+        "scale": shared.get("scale"),
+    }
     whole = options.prepare(queries, k_global, v_global, **arguments, **lengths)
     global_result, global_state = whole.run()
-    output = xp.where(is_row, take_order(global_result.output, slot), output) if rows.index.shape[-1] else output
+    output = xp.where(is_row, take_order(global_result.output, slot), output) if rows.places.shape[-1] else output
     return Result(output=output), (
         local,
         local_state,
@@ -344,14 +348,14 @@ def cost(
     tokens = np.arange(t) < n if global_tokens is None else np.asarray(global_tokens)
     found = _globals(_tokens(tokens, (b,), t))
     settings.pop("align", None)
-    own = {
+    own: dict[str, Any] = {
         "extra_pattern": _pattern(left, right, found, (b,)),
         "blocks": _blocks(left, right, found, (b,), h, t, np, np.zeros(0)),
     }
     total = costs.attention(b=b, h=h, q=t, k=t, d=d, e=e, **own, **settings)
     if found.counts.any():
         settings["query_lengths"] = found.counts
-        total = total + costs.attention(b=b, h=h, q=found.index.shape[-1], k=t, d=d, e=e, **settings)
+        total = total + costs.attention(b=b, h=h, q=found.places.shape[-1], k=t, d=d, e=e, **settings)
     return total
 
 
@@ -423,9 +427,8 @@ class _Steps:
         self.scale = a["q"].shape[-1] ** -0.5 if a.get("scale") is None else float(np.reshape(a["scale"], ()))
         self.seen = seen * real
         self.every = np.ones((t, t)) * (1.0 if padded else real)
-        self.mixed = (
-            is_global if global_columns and at[1] and at[2] else None
-        )  # local rows read global keys by kg and vg
+        # local rows read global keys through the global arrays
+        self.mixed: Any = is_global if global_columns and at[1] and at[2] else None
 
     def _softmax(
         self, q: np.ndarray, k: np.ndarray, seen: np.ndarray, other: Any = None

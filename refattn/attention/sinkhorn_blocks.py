@@ -114,7 +114,8 @@ def _down_backward(y: Any, running: Any, d_y: Any) -> Any:
 def _balance(scores: Any, iterations: int, causal: bool) -> tuple[Any, list[Any]]:
     """ln R, and what each half step leaves for the backward."""
     xp = namespace(scores)
-    x, steps = scores, []
+    x = scores
+    steps: list[tuple[Any, Any]] = []
     if causal:
         places = xp.arange(scores.shape[-1])
         x = xp.where(places[:, None] > places[None, :], x, xp.full_like(x, -math.inf))
@@ -499,7 +500,7 @@ def example(
     n = max(1, t // block)
     t = n * block
     normal = rng.standard_normal
-    given = {"q": normal((b, h, t, d)), "k": normal((b, h, t, d)), "v": normal((b, h, t, e))}
+    given: dict[str, Any] = {"q": normal((b, h, t, d)), "k": normal((b, h, t, d)), "v": normal((b, h, t, e))}
     given.update(sort_logits=normal((b, h, n, n)), block=block, temperature=temperature, iterations=iterations)
     if noise is True:
         given["noise"] = rng.gumbel(size=(b, h, n, n))
