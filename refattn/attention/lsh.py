@@ -295,49 +295,18 @@ def _buckets(
         raise ValueError(f"the buckets come from one of rotations, buckets and rng: {what} was given")
     if hashes is not None:
         hashes = require_integer("hashes", hashes, minimum=1)
-    factors = None if n_buckets is None and rng is None else bucket_factors(n_buckets, t, chunk)
+    factors = None if n_buckets is None else bucket_factors(n_buckets, t, chunk)
     if buckets is not None:
-        if not is_array(buckets) or not is_integer(buckets.dtype):
-            raise TypeError("buckets: expected an integer array (..., h, s, t)")
-        if buckets.ndim < 3 or buckets.shape[-1] != t or buckets.shape[-3] not in (1, h):
-            raise ValueError(f"buckets has shape {tuple(buckets.shape)}: expected (..., h, s, t) with h = {h}, t = {t}")
-        if hashes not in (None, buckets.shape[-2]) or buckets.shape[-2] == 0:
-            wanted = "at least one round" if hashes is None else f"hashes = {hashes} rounds"
-            raise ValueError(f"buckets has shape {tuple(buckets.shape)}: expected (..., h, s, t) with {wanted}")
-        _require_within("buckets", buckets, 3, lead, "(..., h, s, t)")
-        found = xp.astype(flatten_leading(buckets, 3, lead), xp.int64)
-        found = xp.broadcast_to(found, (b, h, *found.shape[2:]))
-        if t and b and h:
-            lowest, highest = int(xp.min(found)), int(xp.max(found))
-            limit = None if factors is None else math.prod(factors) + (pad is not None)
-            if lowest < 0 or (limit is not None and highest >= limit):
-                wanted = "numbers from 0" if limit is None else f"numbers from 0 to {limit - 1}"
-                raise ValueError(f"buckets holds {lowest} ... {highest}: expected {wanted}, without round offsets")
+        found = _given_buckets(buckets, xp, lead, (b, h, t), hashes, factors, pad is not None)
     else:
         if rng is not None:
             if not isinstance(rng, np.random.Generator):
                 raise TypeError(f"rng is a {type(rng).__name__}: expected a numpy.random.Generator")
+            factors = bucket_factors(n_buckets, t, chunk)
             draw = rng.standard_normal((d, hashes or 1, sum(factors) // 2))
             rotations = to_namespace(draw, xp, like=x, dtype=real(x).dtype)
-        if rotations.ndim < 3:
-            raise ValueError(
-                f"rotations has shape {tuple(rotations.shape)}: expected (d, s, n), (h, d, s, n) or (..., h, d, s, n)"
-            )
-        full = rotations if rotations.ndim > 3 else rotations[None, ...]
-        factors = (2 * full.shape[-1],) if factors is None else factors
-        wanted = (d, full.shape[-2] if hashes is None else hashes, sum(factors) // 2)
-        if tuple(full.shape[-3:]) != wanted or full.shape[-4] not in (1, h) or full.shape[-2] == 0:
-            raise ValueError(
-                f"rotations has shape {tuple(rotations.shape)}: expected (d, s, n) = {wanted}, n half the sum of the"
-                f" factors {factors}, perhaps after (..., h) with h = {h}"
-            )
-        _require_within("rotations", full, 4, lead, "(d, s, n), (h, d, s, n) or (..., h, d, s, n)")
-        flat = xp.broadcast_to(flatten_leading(full, 4, lead), (b, h, *wanted))
-
-        def hashed(unit: tuple[slice, slice]) -> tuple[Any]:
-            return (hash_buckets(x[(*unit, ...)], flat[(*unit, ...)], factors),)
-
-        (found,) = _by_unit(backend, (b, h), (b, h, wanted[1], t), 1, t * math.prod(wanted), hashed)
+        factors = (2 * rotations.shape[-1],) if factors is None and rotations.ndim else factors or (2,)
+        found = _hashed(x, backend, rotations, lead, hashes, factors)
     if pad is not None:
         if factors is not None:
             last = math.prod(factors)
@@ -346,6 +315,61 @@ def _buckets(
             last = 1 + (int(xp.max(real_ones)) if t and b and h else 0)
         found = xp.where(pad[:, :, None, :], found, xp.full_like(found, last))
     return found
+
+
+def _given_buckets(
+    buckets: Any,
+    xp: Any,
+    lead: tuple[int, ...],
+    sizes: tuple[int, int, int],
+    hashes: int | None,
+    factors: tuple[int, ...] | None,
+    padding: bool,
+) -> Any:
+    """Buckets that the caller gives, checked, as int64 (b,h,s,t)."""
+    b, h, t = sizes
+    if not is_array(buckets) or not is_integer(buckets.dtype):
+        raise TypeError("buckets: expected an integer array (..., h, s, t)")
+    if buckets.ndim < 3 or buckets.shape[-1] != t or buckets.shape[-3] not in (1, h):
+        raise ValueError(f"buckets has shape {tuple(buckets.shape)}: expected (..., h, s, t) with h = {h}, t = {t}")
+    if hashes not in (None, buckets.shape[-2]) or buckets.shape[-2] == 0:
+        wanted = "at least one round" if hashes is None else f"hashes = {hashes} rounds"
+        raise ValueError(f"buckets has shape {tuple(buckets.shape)}: expected (..., h, s, t) with {wanted}")
+    _require_within("buckets", buckets, 3, lead, "(..., h, s, t)")
+    found = xp.astype(flatten_leading(buckets, 3, lead), xp.int64)
+    found = xp.broadcast_to(found, (b, h, *found.shape[2:]))
+    if t and b and h:
+        lowest, highest = int(xp.min(found)), int(xp.max(found))
+        limit = None if factors is None else math.prod(factors) + padding
+        if lowest < 0 or (limit is not None and highest >= limit):
+            wanted = "numbers from 0" if limit is None else f"numbers from 0 to {limit - 1}"
+            raise ValueError(f"buckets holds {lowest} ... {highest}: expected {wanted}, without round offsets")
+    return found
+
+
+def _hashed(
+    x: Any, backend: Any, rotations: Any, lead: tuple[int, ...], hashes: int | None, factors: tuple[int, ...]
+) -> Any:
+    """Buckets by rotations, int64 (b,h,s,t)."""
+    xp = namespace(x)
+    b, h, t, d = x.shape
+    shape = tuple(rotations.shape)
+    if len(shape) < 3:
+        raise ValueError(f"rotations has shape {shape}: expected (d, s, n), (h, d, s, n) or (..., h, d, s, n)")
+    full = rotations if len(shape) > 3 else rotations[None, ...]
+    own = (d, shape[-2] if hashes is None else hashes, sum(factors) // 2)
+    if shape[-3:] != own or full.shape[-4] not in (1, h) or shape[-2] == 0:
+        raise ValueError(
+            f"rotations has shape {shape}: expected (d, s, n) = {own}, n half the sum of the factors {factors},"
+            f" perhaps after (..., h) with h = {h}"
+        )
+    _require_within("rotations", full, 4, lead, "(d, s, n), (h, d, s, n) or (..., h, d, s, n)")
+    flat = xp.broadcast_to(flatten_leading(full, 4, lead), (b, h, *own))
+
+    def run(unit: tuple[slice, slice]) -> tuple[Any]:
+        return (hash_buckets(x[(*unit, ...)], flat[(*unit, ...)], factors),)
+
+    return _by_unit(backend, (b, h), (b, h, own[1], t), 1, t * math.prod(own), run)[0]
 
 
 def _by_unit(
@@ -610,14 +634,14 @@ def cost(
     if wrap == "global":
         visible = computed
     else:
-        size = [min(chunk, t - c * chunk) for c in range(chunks)]
-        pairs = [n * sum(size[max(0, c - before) : c + after + 1]) for c, n in enumerate(size)]
+        slots = [min(chunk, t - c * chunk) for c in range(chunks)]
+        pairs = [n * sum(slots[max(0, c - before) : c + after + 1]) for c, n in enumerate(slots)]
         visible = hashes * sum(pairs)
     units, size = b * h, itemsize(dtype)
     hashed = t * d * hashes * sum(factors) // 2 if hashing else 0
     inputs, outputs = units * t * (d + e) * size, units * t * (e * size + max(4, size))
     indices = units * t * hashes * 8 * 3
-    block = 2 * max(4, size) * max(1 << 16, chunk * chunk * reach)
+    block = 2 * max(4, size) * max(1 << 18, chunk * chunk * reach)
     forward_cost = Cost(
         multiplies=units * (visible * (d + e) + hashed),
         computed_multiplies=units * (computed * (d + e) + hashed),

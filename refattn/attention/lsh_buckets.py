@@ -22,8 +22,8 @@ from refattn.selections import Windows, take_order
 
 __all__ = ["Multiplicity", "Plan", "Units", "bucket_factors", "hash_buckets", "sort_buckets"]
 
-PAIRS = 1 << 16
-"""Pairs of a block: its arrays stay in a core's cache."""
+PAIRS = 1 << 18
+"""Pairs of a block: enough that the calls cost little beside the products."""
 HASHED = 1 << 20
 """Projections held at a time while hashing."""
 
@@ -154,8 +154,8 @@ class Units:
         self.like = {"device": device(order)}
         small = plan.length * (plan.chunks + plan.reach + 1) < 1 << 31
         self.integer = xp.int32 if small else xp.int64
-        self.segments = self._segments(buckets) if plan.within_bucket else None
-        self.codes = self._codes() if plan.duplicates == "union" and plan.hashes > 1 and not plan.ring else None
+        self.segments: Any = self._segments(buckets) if plan.within_bucket else None
+        self.codes: Any = self._codes() if plan.duplicates == "union" and plan.hashes > 1 and not plan.ring else None
         self.places = None
         if plan.duplicates == "trax1" or (plan.ring and plan.duplicates == "union"):
             self.places = xp.permute_dims(xp.astype(rank // plan.chunk, self.integer), (0, 1, 3, 2))  # (b,h,t,s)
@@ -384,7 +384,7 @@ class Multiplicity(Term):
 
     def apply(self, logits: Any, view: Any) -> tuple[Any, Any]:
         plan, xp = self.units.plan, self.units.xp
-        count = None
+        count: Any = 0.0
         for s in range(plan.hashes):
             i, j = _pair(xp, view.queries, view.keys, _at(self.own, s), _at(self.other, s))
             same = None
@@ -396,8 +396,7 @@ class Multiplicity(Term):
                 if plan.ring:
                     here = (j - i - ahead) % (plan.hashes * plan.chunks) == 0
                 here = here if same is None else xp.logical_and(here, same)
-                here = xp.astype(here, real(logits).dtype)
-                count = here if count is None else count + here
+                count = count + xp.astype(here, real(logits).dtype)
         return logits - xp.log(count + 1e-9), None
 
     def pull(self, d_logits: Any, kept: Any, view: Any, sums: dict[str, Any]) -> Any:

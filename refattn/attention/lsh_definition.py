@@ -66,10 +66,11 @@ def definition(
     seen = np.ones((*whole, t, t), dtype=bool)
     if pattern is not None:
         fitted = pattern.fit(t, t, batch=lead, heads=h)
-        i, j = np.arange(t)[:, None], np.arange(t)[None, :]
+        n = np.arange(t)
         for b, batch in enumerate(np.ndindex(lead)):
-            for n in range(h):
-                seen[(*batch, n)] = fitted.visible(i, j, q=t, k=t, b=np.asarray(b), h=np.asarray(n))
+            for head in range(h):
+                where = {"q": t, "k": t, "b": np.asarray(b), "h": np.asarray(head)}
+                seen[(*batch, head)] = fitted.visible(n[:, None], n[None, :], **where)
 
     output, lse = np.zeros((*whole, t, v.shape[-1])), np.full((*whole, t), -np.inf)
     for at in np.ndindex(whole):
@@ -123,12 +124,13 @@ def meetings(
     place: list[dict[int, int]] = []  # the chunk of every position, by round
     first: list[int] = []
     for s, numbers in enumerate(rounds):
-        order = sorted(range(t), key=lambda n, numbers=numbers: (numbers[n], n))
+        order = [n for _, n in sorted(zip(numbers, range(t), strict=True))]
         first.append(len(chunks))
         place.append({n: len(chunks) + m // chunk for m, n in enumerate(order)})
         chunks += [[(s, n) for n in order[m : m + chunk]] for m in range(0, t, chunk)]
     ends = [*first[1:], len(chunks)]
-    meets, counted = [Counter() for _ in range(t)], [Counter() for _ in range(t)]
+    meets: list[Counter] = [Counter() for _ in range(t)]
+    counted: list[Counter] = [Counter() for _ in range(t)]
     for s, numbers in enumerate(rounds):
         for i in range(t):
             own = place[s][i]

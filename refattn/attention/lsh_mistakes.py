@@ -36,7 +36,7 @@ class _Call:
         self.keep = np.broadcast_to(True if o["mask"] is None else o["mask"], (*self.lead, self.t))
         self.scale = self.d**-0.5 if o["scale"] is None else float(np.reshape(o["scale"], ()))
         self.eps = {"l2": 1e-12, "rms": 1e-6}[o["key_norm"]] if o["norm_eps"] is None else o["norm_eps"]
-        self.kept = 1.0
+        self.kept: Any = 1.0
         if o["dropout_mask"] is not None:
             self.kept = np.broadcast_to(o["dropout_mask"], (*self.lead, self.h, self.t, self.t)) / (
                 1 - o["dropout_rate"]
@@ -65,8 +65,10 @@ class _Call:
     def hidden(self, at: tuple[int, ...], rank: np.ndarray) -> np.ndarray:
         """Pairs (s|1, t, t) that are out of sight whatever the windows hold, without the self pairs."""
         n = np.arange(self.t)
-        hidden = ~self.seen[at] | ~self.keep[at[:-1]][None, :]
-        return (hidden | (n[None, :] > n[:, None]) if self.options["causal"] else hidden)[None]
+        hidden: Any = ~self.seen[at] | ~self.keep[at[:-1]][None, :]
+        if self.options["causal"]:
+            hidden = hidden | (n[None, :] > n[:, None])
+        return hidden[None]
 
     def ring(self) -> bool:
         return self.options["wrap"] == "global"
