@@ -421,25 +421,23 @@ class _Rounds:
             numbers=(group.batches, group.heads.reshape(-1)),
         )
 
-    def _round(self, view: Any, units: Units, s: int, packed: Any) -> tuple[Any, Any, Any]:
-        """Round s as a problem of its own, from [q, k, v] side by side; its one group; its query rows."""
-        plan, d = self.plan, self.problem.q.shape[-1]
+    def _round(self, view: Any, units: Units, s: int, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """Round s as a problem of its own, q, k and v in its order; its one group; its query rows."""
+        plan = self.plan
         keys = units.key_rows(s)
-        own = slice(plan.before * plan.chunk, plan.before * plan.chunk + plan.rows)
-        rows = keys[..., own]
-        x = take_order(packed, keys[:, :, 0, :])  # one gather for the three
+        rows = keys[..., plan.before * plan.chunk : plan.before * plan.chunk + plan.rows]
         dropout = self.problem.dropout
         problem = dataclasses.replace(
             self.problem,
-            q=x[:, :, None, own, :d],
-            k=x[..., d : 2 * d],
-            v=x[..., 2 * d :],
+            q=take_order(q, rows),
+            k=take_order(k, keys[:, :, 0, :]),
+            v=take_order(v, keys[:, :, 0, :]),
             terms=(Multiplicity(units, rows, keys),) if plan.duplicates == "trax1" else (),
             visibility=None,
             blocks=lambda group: units.blocks(s, rows, keys),
             dropout=None if dropout is None else (view.own(dropout[0]), dropout[1]),
         )
-        whole = attend.Group(slice(0, x.shape[0]), slice(0, x.shape[1]), (0, plan.rows), view.group.heads)
+        whole = attend.Group(slice(0, q.shape[0]), slice(0, q.shape[1]), (0, plan.rows), view.group.heads)
         return problem, whole, rows
 
     def _keys(self, x: Any) -> tuple[Any, Any]:
@@ -492,10 +490,9 @@ class _Rounds:
         xp, units = self.backend.xp, self._units(view)
         q, v = view.own(self.problem.q), view.own(self.problem.v)
         k, _ = self._keys(q[:, :, 0, ...])
-        packed = xp.concat([q[:, :, 0, ...], k, v], axis=-1)
         output = lse = None
         for s in range(self.plan.hashes):
-            problem, group, _ = self._round(view, units, s, packed)
+            problem, group, _ = self._round(view, units, s, q, k, v)
             part, z, *_ = attend.forward_group(problem, group, self.backend)
             part, z = units.to_positions(part[:, :, 0, ...], s), units.to_positions(z[:, :, 0, :, None], s)[..., 0]
             output, lse = (part, z) if output is None else _with_round(xp, output, lse, part, z)
@@ -553,13 +550,12 @@ class _Rounds:
         shift = xp.sum(d_output * output, axis=-1)  # Delta
         shift = xp.where(alone, xp.zeros_like(shift), shift if d_lse is None else shift - d_lse)
         z = xp.where(alone, xp.zeros_like(lse), lse)
-        packed = xp.concat([q[:, :, 0, ...], k, v], axis=-1)
-        per_row = xp.concat([d_output, z[..., None], shift[..., None]], axis=-1)
+        per_row = xp.stack([z, shift], axis=-1)
         d_q, d_k, d_v, d_scale = xp.zeros_like(k), xp.zeros_like(k), xp.zeros_like(v), xp.zeros((), dtype=k.dtype)
         for s in range(self.plan.hashes):
-            problem, group, rows = self._round(view, units, s, packed)
-            x = take_order(per_row[:, :, None, ...], rows)
-            a, b, c, e, _ = attend.backward_group(problem, group, self.backend, x[..., -2], x[..., -1], x[..., :-2])
+            problem, group, rows = self._round(view, units, s, q, k, v)
+            z_s, d_o = take_order(per_row[:, :, None, ...], rows), take_order(d_output[:, :, None, ...], rows)
+            a, b, c, e, _ = attend.backward_group(problem, group, self.backend, z_s[..., 0], z_s[..., 1], d_o)
             d_q += units.to_positions(a[:, :, 0, ...], s)
             d_k += units.keys_to_positions(b, s)
             d_v += units.keys_to_positions(c, s)

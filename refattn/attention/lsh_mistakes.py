@@ -116,7 +116,7 @@ class _Call:
             meets = np.where(own, 0.0, meets)
         copies = self.count(meets, counted)
         if self.options["self_attention"] == "last_resort":
-            copies[0] += np.where(own & ~copies.any(axis=(0, 2))[:, None], 1.0, 0.0)
+            copies[0] += np.where(own & ~np.any(copies, axis=(0, 2))[:, None], 1.0, 0.0)
         return copies
 
     # ------------------------------------------------------------------ keys
