@@ -78,7 +78,11 @@ def resolve(name: str | None, xp: Any) -> Backend:
         near = difflib.get_close_matches(str(name), names(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"backend is {name!r}: expected one of {', '.join(names())}{hint}")
-    return _bound(name, xp)
+    bound = _bound(name, xp)
+    ok, reason = bound.takes(xp)
+    if not ok:
+        raise ValueError(f"backend {name!r} does not take these arrays: {reason}")
+    return bound
 
 
 @functools.lru_cache(maxsize=64)

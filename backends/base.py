@@ -31,6 +31,11 @@ class Backend:
         """Whether this backend runs on this machine, and why not."""
         return True, ""
 
+    @classmethod
+    def takes(cls, xp: Any) -> tuple[bool, str]:
+        """Whether it works on the arrays of this library, and why not."""
+        return True, ""
+
     def serves(self, problem: AttentionProblem) -> tuple[bool, str]:
         """Whether a fused kernel computes this problem, and why not."""
         return False, f"backend {self.name!r} has no fused kernels"

@@ -3,6 +3,7 @@
 import importlib.util
 from typing import Any
 
+import array_api_compat
 import numpy as np
 
 from refattn.backends.base import Backend
@@ -14,6 +15,10 @@ class CupyBackend(Backend):
     """Operations on ``cupy.ndarray``; scatter-add by atomics, so its gradients are not bitwise reproducible."""
 
     name = "cupy"
+
+    @classmethod
+    def takes(cls, xp: Any) -> tuple[bool, str]:
+        return array_api_compat.is_cupy_namespace(xp), f"they belong to {xp.__name__}, not to CuPy"
 
     @classmethod
     def usable(cls) -> tuple[bool, str]:

@@ -29,7 +29,9 @@ def threads() -> int:
     """Threads of the pool: ``REFATTN_THREADS``, else the processors that this process may use."""
     named = os.environ.get("REFATTN_THREADS")
     if named:
-        return max(1, int(named))
+        if not named.isdecimal() or int(named) < 1:
+            raise ValueError(f"REFATTN_THREADS is {named!r}: expected a whole number of at least 1")
+        return int(named)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -59,6 +61,10 @@ class NumpyBackend(Backend):
     """Operations on ``numpy.ndarray``."""
 
     name = "numpy"
+
+    @classmethod
+    def takes(cls, xp: Any) -> tuple[bool, str]:
+        return xp is np, f"they belong to {xp.__name__}, not to NumPy"
 
     def matmul(self, a: Any, b: Any, scratch: dict[str, Any] | None = None, name: str = "") -> Any:
         """New memory for every tile costs as much in page faults as the product itself: tiles reuse their buffers."""

@@ -22,6 +22,7 @@ __all__ = [
     "is_half",
     "is_integer",
     "is_real_floating",
+    "itemsize",
     "namespace",
     "real",
     "require_axes",
@@ -83,6 +84,14 @@ def dtype_name(dtype: Any) -> str:
     except TypeError:
         name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
         return str(name or dtype).split(".")[-1]
+
+
+def itemsize(dtype: Any) -> int:
+    """Bytes of one element of a dtype given by name or object."""
+    name = dtype_name(dtype)
+    if name == "bfloat16":
+        return 2
+    return 1 if name.startswith("float8") else np.dtype(name).itemsize
 
 
 def is_half(dtype: Any) -> bool:

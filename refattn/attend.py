@@ -388,7 +388,8 @@ def forward_group(problem: AttentionProblem, group: Group, backend: Any, keep: b
             rows = Span(queries.start - start, queries.stop - start)
             output, lse = rows.assign(backend, output, part), rows.assign_last(backend, lse, z)
 
-    for block in whole_block(problem, group, xp) if keep else listed_blocks(problem, group, xp):
+    whole = keep and problem.blocks is None
+    for block in whole_block(problem, group, xp) if whole else listed_blocks(problem, group, xp):
         if block.queries is not queries:
             flush()
             queries, state = block.queries, None
@@ -455,10 +456,13 @@ def finish(
             sinks = problem.sinks[None, :, :, None, :]  # (1, g, r, 1, n)
             peak, _ = row_maximum(sinks)
             maximum = xp.maximum(real(lse), peak)
+            nothing = maximum == -math.inf  # no key, and sinks that are switched off by -inf
+            maximum = xp.where(nothing, xp.zeros_like(maximum), maximum)
             share = xp.exp(lse - maximum)
             total = share + xp.sum(xp.exp(sinks - maximum[..., None]), axis=-1)
-            output = output * (share / total)[..., None]
-            lse = maximum + xp.log(total)
+            safe = xp.where(nothing, xp.ones_like(total), total)
+            output = output * (share / safe)[..., None]
+            lse = xp.where(nothing, xp.full_like(total, -math.inf), maximum + xp.log(safe))
         real_rows = _real_rows(problem, xp)
         if real_rows is not None:
             lse = xp.where(real_rows, lse, xp.full_like(lse, -math.inf))

@@ -107,6 +107,8 @@ def einsum(spec: str, *operands: Array) -> Array:
     >>> logits.shape, float(logits[0, 0, 0, 0])
     ((2, 3, 5, 7), 4.0)
     """
+    if not isinstance(spec, str):
+        raise TypeError(f"spec is a {type(spec).__name__}: expected a string such as 'ij,jk->ik', then the operands")
     return _run(_plan(spec, _shapes(spec, operands)), operands)
 
 

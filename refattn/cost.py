@@ -13,19 +13,13 @@ from typing import Any
 import numpy as np
 
 from refattn import attend, backends, options
-from refattn.arrays import dtype_name, require_integer, require_one_of
+from refattn.arrays import itemsize, require_integer, require_one_of
 from refattn.records import Cost
 
 __all__ = ["activations", "attention", "itemsize", "require_sizes", "transformer"]
 
 DIRECTIONS = ("forward", "backward", "both")
 TERM_STEPS = {"bias": 1, "alibi_slopes": 3, "softcap": 3, "dropout_mask": 1}
-
-
-def itemsize(dtype: Any) -> int:
-    """Bytes of one element of a dtype given by name or object."""
-    name = dtype_name(dtype)
-    return 2 if name == "bfloat16" else np.dtype(name).itemsize
 
 
 def require_sizes(**sizes: Any) -> None:

@@ -11,6 +11,7 @@ dtype, rounding of the results to the dtype of the inputs, adjoints of broadcast
 ``backend`` or ``algorithm`` among its keywords is given them.
 """
 
+import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -93,8 +94,9 @@ class Function:
     # ------------------------------------------------------------------ the calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output array."""
-        return self.forward(*args, **kwargs).output
+        """The output array; the Result of a function that has no field of that name."""
+        result = self.forward(*args, **kwargs)
+        return result.output if "output" in result else result
 
     def forward(self, *args: Any, **kwargs: Any) -> Result:
         """All results as a Result."""
@@ -340,12 +342,34 @@ class Mechanism(Function):
         return Result(**{n: xp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in result.fields.items()})
 
     def cost(self, **sizes: Any) -> Cost:
-        """Counts of one call; sizes by axis letter, dtype, direction="forward" | "backward" | "both", options."""
-        return self._cost(**sizes)
+        """Counts of one call; sizes by axis letter, dtype, direction="forward" | "backward" | "both", options.
+
+        ``recompute=True`` is checkpointing: the backward runs the forward again, and only the inputs are saved.
+        """
+        arrays.require_one_of("direction", sizes.get("direction", "forward"), ("forward", "backward", "both"))
+        try:
+            arrays.itemsize(sizes.get("dtype", "float32"))
+        except TypeError:
+            raise TypeError(f"dtype is {sizes['dtype']!r}: expected the name of a dtype") from None
+        if "recompute" in inspect.signature(self._cost).parameters or not sizes.pop("recompute", False):
+            return self._cost(**sizes)
+        direction = sizes.pop("direction", "forward")
+        forward, backward = (self._cost(**sizes, direction=d) for d in ("forward", "backward"))
+        forward = dataclasses.replace(forward, saved_bytes=forward.bytes_read)
+        again = dataclasses.replace(forward + backward, saved_bytes=0, parameters=backward.parameters)
+        again = dataclasses.replace(again, peak_bytes=forward.bytes_written + backward.peak_bytes)
+        if direction == "both":
+            return dataclasses.replace(forward + again, parameters=forward.parameters)
+        return forward if direction == "forward" else again
 
     def example(self, rng: np.random.Generator, **sizes: Any) -> dict[str, Any]:
         """Valid keyword arguments (float64 NumPy arrays) drawn from ``rng``."""
-        return self._example(rng, **sizes)
+        found = self._example(rng, **sizes)
+        axes = ", ".join(n for n in inspect.signature(self._example).parameters if len(n) == 1)
+        for name, x in found.items():
+            if name not in self._options or (name in self._positional and isinstance(x, int)):
+                raise TypeError(f"{self.name}.example: {name!r} is neither an axis ({axes}) nor an option of it")
+        return found
 
 
 def function(forward: Callable[..., Any], backward: Callable[..., Any], **options: Any) -> Function:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from refattn.arrays import namespace, real, require_axes
+from refattn.arrays import is_array, namespace, real, require_axes
 from refattn.mechanism import function
 from refattn.records import Result
 
@@ -79,6 +79,7 @@ def _softmax_forward(x: Any, *, mask: Any = None) -> tuple[Result, Any]:
     mask : bool array, optional
         Broadcasts to ``x``; True = may attend.  A row without a True gives zeros.
     """
+    _require_row(x)
     weights, _ = masked_softmax(x, mask)
     return Result(output=weights), weights
 
@@ -97,8 +98,14 @@ def _logsumexp_forward(x: Any, *, mask: Any = None) -> tuple[Result, Any]:
     mask : bool array, optional
         Broadcasts to ``x``; True = may attend.
     """
+    _require_row(x)
     weights, lse = masked_softmax(x, mask)
     return Result(output=lse), weights
+
+
+def _require_row(x: Any) -> None:
+    if x.ndim == 0:
+        raise ValueError("x has shape (): expected at least one axis, the one that is summed over")
 
 
 def _logsumexp_backward(saved: Any, *, output: Any) -> dict[str, Any]:
@@ -142,6 +149,8 @@ def merge(outputs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
     ValueError
         If the sequences are empty, differ in length, or shapes disagree.
     """
+    if is_array(outputs) or is_array(lses):
+        raise TypeError("merge takes sequences of arrays, one for each part, not a stacked array")
     if len(outputs) != len(lses) or not outputs:
         raise ValueError(f"merge got {len(outputs)} outputs and {len(lses)} lses: expected as many, at least one")
     require_axes(

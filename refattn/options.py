@@ -41,6 +41,7 @@ __all__ = [
     "offsets",
     "per_batch",
     "prepare",
+    "require_array",
     "require_broadcast",
     "require_mask",
     "require_scalar",
@@ -163,6 +164,8 @@ class Prepared:
         """Result with output (..., h, q, e), lse (..., h, q) (and logits, weights), and what ``gradients`` needs."""
         kernel = self.backend if self.backend.fused else None
         if kernel is not None:
+            if keep:
+                raise ValueError(f"backend {kernel.name!r} does not serve this call: it keeps no weights")
             ok, reason = kernel.serves(self.problem)
             if not ok:
                 raise ValueError(f"backend {kernel.name!r} does not serve this call: {reason}")
@@ -326,6 +329,7 @@ def prepare(
         given["bias"] = 1
     if options["alibi_slopes"] is not None:
         slopes = options["alibi_slopes"]
+        require_array("alibi_slopes", slopes)
         if tuple(slopes.shape) != (h,):
             raise ValueError(f"alibi_slopes has shape {tuple(slopes.shape)}: expected ({h},), one per query head")
         added.append(scores.Alibi(layout.split(slopes, 0), offset))
@@ -348,6 +352,7 @@ def prepare(
 
     sinks = options["sinks"]
     if sinks is not None:
+        require_array("sinks", sinks)
         if sinks.ndim not in (1, 2) or sinks.shape[0] != h:
             raise ValueError(f"sinks has shape {tuple(sinks.shape)}: expected ({h},) or ({h}, n), per query head")
         shape["sinks"], given["sinks"] = tuple(sinks.shape), 0
@@ -380,22 +385,27 @@ def prepare(
         apart=apart,
     )
     if extra_keys:
-        problem = _with_extra_keys(problem, extra_keys, xp)
+        problem = _with_extra_keys(problem, extra_keys, xp, whole=bool(options["keep_weights"]))
     prepared = Prepared(problem, backend, shape, layout)
     prepared.given = given
     return prepared
 
 
-def _with_extra_keys(problem: AttentionProblem, count: int, xp: Any) -> AttentionProblem:
-    """The problem with its last ``count`` keys in blocks of their own, which no pattern and no term but a cap touches."""
+def _with_extra_keys(problem: AttentionProblem, count: int, xp: Any, *, whole: bool) -> AttentionProblem:
+    """The problem with its last ``count`` keys in blocks of their own, which no pattern and no term but a cap touches.
+
+    ``whole``: the other keys in one block, invisible pairs included.
+    """
     n_k = problem.k.shape[-2] - count
     inner = dataclasses.replace(problem, k=problem.k[..., :n_k, :])
     rows = problem.tile[0] if problem.tile else max(16, attend.ROWS // max(1, problem.q.shape[2]))
 
+    cut = attend.whole_block if whole else attend.slice_blocks
+
     def blocks(group: attend.Group) -> Iterator[Block]:
         for i0 in range(*group.q, rows):
             queries = Span(i0, min(i0 + rows, group.q[1]))
-            for block in attend.slice_blocks(inner, dataclasses.replace(group, q=queries.extent), xp):
+            for block in cut(inner, dataclasses.replace(group, q=queries.extent), xp):
                 yield Block(queries, block.keys, block.visible)
             real_rows = None
             if problem.rows is not None:  # padded queries are not read
@@ -431,6 +441,8 @@ def offsets(lead: tuple[int, ...], n_q: int, n_k: int, options: dict[str, Any]) 
     used = [n for n in ("causal", "window", "alibi_slopes") if options[n] is not None and options[n] is not False]
     if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
         raise TypeError(f"window is {window!r}: expected (left, right), two counts or None")
+    if window is not None and window[0] is None and window[1] is None:
+        used.remove("window")  # it restricts nothing
     if align is None:
         if used and (n_q != n_k or lengths):
             why = f"there are {n_q} queries and {n_k} keys" if n_q != n_k else f"{' and '.join(lengths)} are given"
@@ -551,6 +563,12 @@ def require_scalar(name: str, value: Any) -> None:
             raise ValueError(f"{name} has shape {tuple(value.shape)}: expected a number")
     elif isinstance(value, bool) or not isinstance(value, (int, float, complex)):
         raise TypeError(f"{name} is {value!r}: expected a number")
+
+
+def require_array(name: str, value: Any) -> None:
+    """Reject what is no array."""
+    if not is_array(value):
+        raise TypeError(f"{name} is {value!r}: expected an array")
 
 
 def require_mask(mask: Any, shape: tuple[int, ...]) -> None:

@@ -105,6 +105,55 @@ def test_binding_errors_name_what_is_wrong():
         double(X, W, backend="numba")
 
 
+def test_a_call_without_an_output_gives_the_result():
+    pair = function(
+        lambda x: (Result(half=x / 2, twice=2 * x), None),
+        lambda saved, *, half, twice: {"x": half / 2},
+        name="pair",
+        differentiable=("x",),
+        outputs=("half", "twice"),
+        storage=("half",),
+    )
+    assert np.array_equal(pair(X).twice, 2 * X)
+
+
+def test_examples_refuse_what_they_do_not_have():
+    for name in ("local_attention", "lsh_attention"):
+        with pytest.raises(TypeError, match="'q' is neither an axis"):
+            ra.mechanisms[name].example(np.random.default_rng(0), q=5, k=7)
+
+
+COSTS = {
+    "adaptive_span_attention": {"k": 16},
+    "bigbird_attention": {"t": 32},
+    "etc_attention": {"t": 32},
+    "local_attention": {"t": 32},
+    "longformer_attention": {"t": 32, "window": (4, 4)},
+    "lsh_attention": {"t": 64, "chunk": 16},
+    "nystrom_attention": {"q": 16, "k": 16},
+    "sinkhorn_attention": {"t": 32},
+    "sparse_transformer_attention": {"t": 64},
+    "synthesizer_attention": {"m": 8, "f": 8},
+    "topk_attention": {"count": 4},
+}
+
+
+@pytest.mark.parametrize("name", ra.mechanisms)
+def test_every_cost_takes_checkpointing_and_checks_its_words(name):
+    m = ra.mechanisms[name]
+    required = [
+        n for n, p in inspect.signature(m._cost).parameters.items() if p.default is p.empty and p.kind is p.KEYWORD_ONLY
+    ]
+    sizes = {**dict.fromkeys(required, 8), **COSTS.get(name, {})}
+    whole, again = (m.cost(**sizes, direction="both", recompute=r) for r in (False, True))
+    assert again.multiplies == whole.multiplies + m.cost(**sizes).multiplies
+    assert again.saved_bytes > 0
+    with pytest.raises(ValueError, match="direction is 'up'"):
+        m.cost(**sizes, direction="up")
+    with pytest.raises(TypeError, match="dtype is 'float3'"):
+        m.cost(**sizes, dtype="float3")
+
+
 def test_signature_shows_what_a_caller_may_pass():
     parameters = inspect.signature(double).parameters
     assert list(parameters) == ["x", "weight", "shift", "note", "backend", "compute_dtype", "algorithm"]

@@ -135,6 +135,13 @@ def test_merge_bad_input(outputs, lses, message):
         ra.merge(outputs, lses)
 
 
+def test_softmax_and_merge_name_what_they_need():
+    with pytest.raises(ValueError, match="expected at least one axis"):
+        ra.softmax(np.array(1.0))
+    with pytest.raises(TypeError, match="not a stacked array"):
+        ra.merge(np.zeros((2, 3, 4)), np.zeros((2, 3)))
+
+
 def test_layer_norm_and_its_backward():
     r = rng(6)
     x, d = r.standard_normal((2, 5)), r.standard_normal((2, 5))

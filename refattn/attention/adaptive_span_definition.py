@@ -32,7 +32,7 @@ def definition(
     q, k, v = (np.broadcast_to(x, lead + x.shape[-3:]) for x in (q, k, v))
     (heads, rows, channels), columns = q.shape[-3:], k.shape[-2]
     limit = max_span or (columns - rows if key_positions is None else key_positions.shape[-1])
-    scale = channels**-0.5 if scale is None else float(np.reshape(scale, ()))
+    scale = max(1, channels) ** -0.5 if scale is None else float(np.reshape(scale, ()))
     spans = np.broadcast_to(span[:, None] if span.ndim == 1 else span, (*lead, heads, rows))
     allowed = (
         np.ones((*lead, heads, rows, columns), bool)

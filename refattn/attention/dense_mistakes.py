@@ -143,6 +143,18 @@ def mutations_for(
 # ---------------------------------------------------------------------- visibility
 
 
+def _moved_lengths(step: int) -> Callable[[Steps], Arguments | None]:
+    """``key_lengths`` with another end, which leaves the alignment as it was."""
+
+    def change(right: Steps) -> Arguments | None:
+        if right.get("key_lengths") is None:
+            return None
+        lengths = np.clip(right.real_columns[..., 0, 0, 0] + step, 0, right.columns)
+        return {"key_lengths": lengths, "align": right.offset[..., 0, 0, 0]}
+
+    return change
+
+
 def _forgotten(*names: str) -> Callable[[Steps], Any]:
     """Visibility without some of its options."""
     return lambda x: conjunction({n: part for n, part in x.parts().items() if n not in names})
@@ -286,6 +298,8 @@ def _visibility() -> list[Mutation]:
                 "tail_dropped", f"keys beyond the last full tile of {tile} are not read", visible=_full_tiles(tile)
             ),
         ]
+    for step, says in ((1, "one key beyond key_lengths is seen"), (-1, "the last key of key_lengths is not seen")):
+        made.append(_mistake("lengths_off1", says, change=_moved_lengths(step)))
     for name in ("causal", "window", "mask", "pattern", "segments", "key_lengths"):
         made.append(
             _mistake(
@@ -595,6 +609,12 @@ def _filled(value: float, *, added: bool = False) -> Callable[[Steps], np.ndarra
     return masked
 
 
+def _in_range(x: np.ndarray, steps: Steps) -> np.ndarray:
+    """exp in the range of the arithmetic: float32 for inputs of up to four bytes."""
+    top, least = (88.7, -103.9) if steps.storage.itemsize <= 4 else (709.7, -745.1)
+    return np.where(x > top, np.inf, np.where(x < least, 0.0, np.exp(np.minimum(x, top))))
+
+
 def _floored(floor: float) -> dict[str, Any]:
     """A running maximum that starts at ``floor``: the exponentials underflow in the precision of the kernel."""
 
@@ -686,6 +706,14 @@ def _softmax() -> list[Mutation]:
         _mistake("masked_value_leak", "0 times a hidden NaN enters the output", contracted=_leaking, gradients=False),
         _mistake("masked_value_leak", "a hidden NaN logit stays NaN under -inf", masked=_additive, gradients=False),
         _mistake("max_clamped0", "the running maximum starts at 0", **_floored(0.0)),
+        _mistake(
+            "max_missing",
+            "the maximum is not subtracted before exp, which overflows or underflows in the arithmetic's range",
+            maximum=lambda x: np.zeros_like(x.faced.max(-1, keepdims=True, initial=0.0)),
+            exponentials=lambda x: (_in_range(x.faced, x), _in_range(x.sinks, x)),
+            normalized=lambda x: np.where((x.faced != -np.inf).any(-1, keepdims=True), x.p / x.total, 0.0),
+            gradients=False,
+        ),
         _mistake("sink_drop", "the sinks are ignored", change=_if_given("sinks", lambda x: None)),
         _mistake(
             "sink_drop", "the sinks get no gradient", forward=False, sinks_pull=lambda x, p, d_lse: np.zeros(p.shape)

@@ -147,7 +147,7 @@ def forward(
     phi_q, phi_k = _features(q, feature_map), _features(k, feature_map)
     keep = _real_keys(key_lengths, lead, phi_k)
     # One more value channel of ones sums the normalizer along with the state.
-    values = xp.concat([v, xp.ones_like(v[..., :1])], axis=-1)
+    values = xp.concat([v, xp.ones((*v.shape[:-1], 1), dtype=v.dtype, device=device(v))], axis=-1)
     if keep is not None:
         phi_k, values = _selected(keep, phi_k), _selected(keep, values)
     start = _joined(state, normalizer, (*lead, sizes["h"], sizes["d"], sizes["e"]), v)

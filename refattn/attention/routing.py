@@ -261,7 +261,7 @@ def backward(saved: Any, *, output: Any, commitment_loss: Any) -> dict[str, Any]
         if output is not None:
             found = clusters.backward(flatten_leading(output, 3, lead))
         # what queries, keys and loss send back, before and behind the normalisation of the logits
-        inner: list[Any] = [found.get("q"), None if output is None else normalise_backward(key_norm, found["k"])]
+        inner: list[Any] = [found.get("q"), None if "k" not in found else normalise_backward(key_norm, found["k"])]
         outer: list[Any] = [None, None]
         if commitment_loss is not None:
             for n, (x, route) in enumerate(zip(routed, routes, strict=True)):

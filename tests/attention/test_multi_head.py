@@ -373,7 +373,7 @@ BAD = {
     "extra_shape": ({"extra_key": np.zeros((H, D)), "extra_value": np.zeros((H, E))}, ValueError, "extra_key has shape"),
     "zero_attention": ({"zero_attention": 1}, TypeError, "zero_attention is 1"),
     "mask_columns": ({"mask": np.ones((Q, K + 1), bool), "zero_attention": True}, ValueError, "mask has shape"),
-    "missing": ({"w_o": None}, TypeError, "w_o is None: expected an array"),
+    "missing": ({"w_o": None}, TypeError, "the argument 'w_o' is None"),
     "align": ({"causal": True}, ValueError, "align is missing"),
 }  # fmt: skip
 
@@ -383,3 +383,38 @@ def test_bad_input(name):
     change, kind, message = BAD[name]
     with pytest.raises(kind, match=message):
         attention.forward(**{**base(), **change})
+
+
+EXTRA_KEYS = {"zero_attention": True, "extra_key": np.full((2, 3), 0.3), "extra_value": np.full((2, 2), 0.7)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {"key_lengths": [2, 4]},
+        {"mask": np.tri(4, dtype=bool)},
+        {"pattern": ra.patterns.window(1, 0)},
+        {"bias": np.random.default_rng(8).standard_normal((2, 4, 4))},
+        {"alibi_slopes": np.array([0.5, 0.25]), "softcap": 2.0},
+        {"score_mod": lambda s, b, h, i, j: s + 0.1 * (i - j)},
+        {"query_segments": np.array([0, 0, 1, 1]), "key_segments": np.array([0, 1, 1, 0])},
+        {"query_lengths": [3, 4]},
+    ],
+    ids=lambda o: next(iter(o)),
+)
+def test_keeping_weights_changes_nothing_beside_extra_keys(options):
+    r = np.random.default_rng(9)
+    arguments = {
+        "x_q": r.standard_normal((2, 4, 5)), "w_q": r.standard_normal((5, 2, 3)), "w_k": r.standard_normal((5, 2, 3)),
+        "w_v": r.standard_normal((5, 2, 2)), "w_o": r.standard_normal((2, 2, 5)), **EXTRA_KEYS, **options,
+    }  # fmt: skip
+    plain, kept = (
+        ra.multi_head_attention.forward(**arguments),
+        ra.multi_head_attention.forward(**arguments, keep_weights=True),
+    )
+    want = ra.multi_head_attention.definition(**arguments, keep_weights=True)
+    np.testing.assert_allclose(kept.output, plain.output, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(kept.output, want.output, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(kept.weights, want.weights, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(kept.logits, want.logits, rtol=0, atol=1e-13)

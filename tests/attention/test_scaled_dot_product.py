@@ -127,8 +127,8 @@ def test_score_mod_by_complex_step_equals_its_derivative():
 
 
 def test_kept_weights_and_logits():
-    for name in OPTIONS:
-        arguments = {**base(4), **OPTIONS[name]}
+    for options in OPTIONS.values():
+        arguments = {**base(4), **options}
         got, want = (
             attention.forward(**arguments, keep_weights=True),
             attention.definition(**arguments, keep_weights=True),
@@ -273,6 +273,25 @@ def test_empty_axes(sizes):
         assert (result.lse == -np.inf).all()
 
 
+@pytest.mark.parametrize("includes", [True, False])
+def test_sinks_switched_off_by_minus_infinity(includes):
+    arguments = {**base(13), "mask": np.arange(Q)[:, None] != 1}
+    want, want_back = attention.vjp(**arguments)
+    result, pullback = attention.vjp(**arguments, sinks=np.full(H, -np.inf), lse_includes_sinks=includes)
+    assert_close(result.output, want.output, 4 * EPS)
+    assert_close(result.lse, want.lse, 4 * EPS)
+    cotangents = random_cotangents(attention, want, rng(1))
+    gradients = pullback(**cotangents)
+    assert (gradients["sinks"] == 0).all()
+    for n, g in want_back(**cotangents).items():
+        assert_close(gradients[n], g, 20 * EPS)
+    assert_close(attention.definition(**arguments, sinks=np.full(H, -np.inf)).output, want.output, 40 * EPS)
+
+
+def test_a_window_without_edges_needs_no_align():
+    assert np.array_equal(attention(**base(), window=(None, None)), attention(**base()))
+
+
 BAD = {
     "rank": ({"q": np.zeros((2, 3))}, ValueError, r"q has shape \(2, 3\)"),
     "heads": ({"q": np.zeros((B, 3, Q, D))}, ValueError, "3 is not a multiple of 2"),
@@ -286,6 +305,9 @@ BAD = {
     "alibi_align": ({"alibi_slopes": np.ones(H)}, ValueError, "(?s)upper_left.*lower_right"),
     "negative_window": ({"window": (-1, 0), "align": 0}, ValueError, "left is -1"),
     "align": ({"causal": True, "align": "bottom"}, ValueError, "align is 'bottom'"),
+    "sink_number": ({"sinks": 0.1}, TypeError, "sinks is 0.1: expected an array"),
+    "slope_number": ({"alibi_slopes": 0.1, "align": 0}, TypeError, "alibi_slopes is 0.1: expected an array"),
+    "fused_weights": ({"keep_weights": True, "backend": "numba"}, ValueError, "it keeps no weights"),
     "none": ({"q": None}, TypeError, "the argument 'q' is None"),
     "masked_array": ({"k": np.ma.array(np.zeros((B, G, K, D)))}, TypeError, "MaskedArray is no plain array"),
     "scale_vector": ({"scale": np.ones(1)}, ValueError, r"scale has shape \(1,\): expected a number"),

@@ -7,7 +7,7 @@ from support import assert_close
 
 import refattn as ra
 from refattn import backends
-from refattn.backends.numpy import NumpyBackend, use_executor
+from refattn.backends.numpy import NumpyBackend, threads, use_executor
 
 NUMPY, STRICT = backends.resolve(None, np), backends.resolve(None, array_api_strict)
 
@@ -24,6 +24,22 @@ def test_choice_by_namespace_name_and_environment(monkeypatch):
     assert backends.resolve(None, np).name == "numba"
     with pytest.raises(ValueError, match="backend is 'nunba'.*did you mean 'numba'"):
         backends.resolve("nunba", np)
+
+
+def test_arrays_of_another_library_are_refused():
+    x = array_api_strict.ones((1, 2, 2))
+    for name in ("numpy", "numba"):
+        with pytest.raises(ValueError, match=f"backend '{name}' does not take these arrays: they belong to"):
+            ra.scaled_dot_product_attention(x, x, x, backend=name)
+
+
+def test_thread_count_is_read_with_care(monkeypatch):
+    for value in ("zero", "0", "-1"):
+        monkeypatch.setenv("REFATTN_THREADS", value)
+        with pytest.raises(ValueError, match="REFATTN_THREADS is"):
+            threads()
+    monkeypatch.setenv("REFATTN_THREADS", "3")
+    assert threads() == 3
 
 
 def test_capabilities_say_why_not():
@@ -90,8 +106,8 @@ def test_results_do_not_depend_on_threads_or_executor(monkeypatch):
         return [result.output, *pullback(np.ones_like(result.output)).values()]
 
     runs = []
-    for threads in ("1", "2", "3"):
-        monkeypatch.setenv("REFATTN_THREADS", threads)
+    for count in ("1", "2", "3"):
+        monkeypatch.setenv("REFATTN_THREADS", count)
         runs.append(run())
     with ThreadPoolExecutor(2) as pool, use_executor(pool):
         runs.append(run())
