@@ -99,9 +99,8 @@ def main() -> None:
     )
     print(f"both ways agree on 40 tokens to {error:.1e}")
     head = f"cached x{given.segment}"
-    print(
-        f"{'length':>6} {'window':>10} {'cached x1':>10} {head:>11} {'speed-up':>9} {'speed-up':>9} {'paper':>6}   (processor seconds per token)"
-    )
+    titles = f"{'length':>6} {'window':>10} {'cached x1':>10} {head:>11} {'speed-up':>9} {'speed-up':>9} {'paper':>6}"
+    print(f"{titles}   (processor seconds per token)")
     ratios = []
     for length in given.lengths:
         window = normal(1, length, m) * 10

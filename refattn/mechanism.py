@@ -108,7 +108,7 @@ class Function:
         """The Result, and a function from cotangents of its fields to gradients of the arguments.
 
         ``pullback(d_output)`` or ``pullback(output=..., lse=...)``: a field left out counts as zero.  It may be called
-        many times and changes nothing.
+        many times and changes nothing.  Arguments and results are not copied for it: leave them as they are until then.
         """
         call = _Call(self, args, kwargs)
         result, saved = call.run()

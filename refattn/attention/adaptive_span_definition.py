@@ -61,7 +61,7 @@ def definition(
                 table = key_positions if key_positions.ndim == 2 else key_positions[h]
                 logit += scale * math.fsum(q[at] * table[:, distance - 1])
             x = distance - 1 + distance_origin
-            m = float(min(1.0, max(0.0, (ramp + spans[at] - x) / ramp)))
+            m = float(np.clip((ramp + spans[at] - x) / ramp, 0.0, 1.0))
             seen.append((j, m, logit, v[head][j]))
             logits[at][j] = logit
         for s in range(n):
