@@ -31,7 +31,7 @@ Source: Kitaev, Kaiser, Levskaya 2020, arXiv:2001.04451, section 2 and appendix 
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ import numpy as np
 from refattn import attend, options
 from refattn.arrays import (
     broadcast_leading,
+    device,
     flatten_leading,
     is_array,
     is_bool,
@@ -61,6 +62,8 @@ from refattn.selections import take_order
 __all__ = ["lsh_attention"]
 
 NORM_EPS = {"l2": 1e-12, "rms": 1e-6}
+APART = 1 << 22
+"""Operations from which units hash and sort one by one, and few units compute round by round."""
 
 
 @options.takes("scale", "pattern", "dropout_mask", "dropout_rate")
@@ -182,7 +185,7 @@ def forward(
 
     full = short == "full" and t <= chunk
     if full:
-        found = xp.zeros((problem.q.shape[0], h, 1, t), dtype=xp.int64)
+        found = xp.zeros((problem.q.shape[0], h, 1, t), dtype=xp.int64, device=device(qk))
         chunk, before, after, wrap = max(1, t), 0, 0, "none"
     else:
         found = _buckets(
@@ -214,8 +217,9 @@ def forward(
         self_visible=self_attention == "always",
         algorithm=algorithm,
     )
+    work = 16 * plan.hashes * t
     order, rank = _by_unit(
-        backend, found.shape[:2], found.shape, 2, 16 * plan.hashes * t, lambda unit: sort_buckets(found[(*unit, ...)])
+        backend, found.shape[:2], found.shape, 2, work, device(qk), lambda unit: sort_buckets(found[(*unit, ...)])
     )
     rounds = _Rounds(problem, backend, plan, order, rank, found, keep, key_norm, eps, self_attention == "last_resort")
     output, lse, alone = rounds.forward()
@@ -369,7 +373,7 @@ def _hashed(
     def run(unit: tuple[slice, slice]) -> tuple[Any]:
         return (hash_buckets(x[(*unit, ...)], flat[(*unit, ...)], factors),)
 
-    return _by_unit(backend, (b, h), (b, h, own[1], t), 1, t * math.prod(own), run)[0]
+    return _by_unit(backend, (b, h), (b, h, own[1], t), 1, t * math.prod(own), device(x), run)[0]
 
 
 def _by_unit(
@@ -378,14 +382,15 @@ def _by_unit(
     shape: tuple[int, ...],
     count: int,
     work: int,
+    where: Any,
     function: Callable[[tuple[slice, slice]], tuple[Any, ...]],
 ) -> list[Any]:
     """int64 arrays (b,h,...) of that shape, made for every (batch, head) unit by itself where there is much to do."""
     b, h = units
     tasks = [(slice(0, b), slice(0, h))]
-    if b * h * work > 1 << 22:
+    if b * h * work > APART:
         tasks = [(slice(i, i + 1), slice(j, j + 1)) for i in range(b) for j in range(h)]
-    found = [backend.xp.zeros(shape, dtype=backend.xp.int64) for _ in range(count)]
+    found = [backend.xp.zeros(shape, dtype=backend.xp.int64, device=where) for _ in range(count)]
     for unit, parts in zip(tasks, backend.map(function, tasks, work=b * h * work), strict=True):
         found = [backend.assign(x, (*unit, ...), part) for x, part in zip(found, parts, strict=True)]
     return found
@@ -461,48 +466,70 @@ class _Rounds:
             inner = xp.where(real(factor) < 1 / self.eps, inner, xp.zeros_like(inner))
         return factor * (d_k - k * inner)
 
-    def _tasks(self) -> tuple[list[Any], int]:
+    def _jobs(self) -> tuple[list[Any], list[tuple[int, ...]], int]:
+        """Groups of units, the rounds that each takes at a time, and the work of all: few units share out their rounds."""
         plan, problem = self.plan, self.problem
-        tasks = attend.groups(problem)
-        pairs = problem.q.shape[0] * problem.q.shape[1] * plan.hashes * plan.rows * plan.reach * plan.chunk
-        return tasks, 2 * pairs
+        groups = attend.groups(problem)
+        units = problem.q.shape[0] * problem.q.shape[1]
+        work = 2 * units * plan.hashes * plan.rows * plan.reach * plan.chunk
+        every = tuple(range(plan.hashes))
+        apart = len(groups) < attend.SPLIT and work > APART
+        return groups, [(s,) for s in every] if apart else [every], work
+
+    def _run(self, function: Callable[..., tuple[Any, ...]], gradient: bool) -> Iterator[tuple[Any, list[Any]]]:
+        """Every group's view, and what the function gives for its shares of the rounds, in order."""
+        groups, shares, work = self._jobs()
+        views = [attend.View(self.problem, group, self.backend, gradient) for group in groups]
+
+        def run(job: tuple[Any, tuple[int, ...]]) -> tuple[Any, ...]:
+            with self.backend.quiet():
+                return function(*job)
+
+        done = self.backend.map(run, [(view, rounds) for view in views for rounds in shares], work=work)
+        for n, view in enumerate(views):
+            yield view, done[n * len(shares) : (n + 1) * len(shares)]
 
     def forward(self) -> tuple[Any, Any, Any]:
-        """output (b,h,t,e), lse (b,h,t), and bool (b,h,t): the rows that see themselves as last resort (or None)."""
+        """output (b,h,t,e), lse (b,h,t), and bool (b,h,t): the rows that see nobody but, perhaps, themselves."""
         xp, backend, problem = self.backend.xp, self.backend, self.problem
-        shape = (*problem.q.shape[:2], problem.q.shape[-2])
-        output = xp.zeros((*shape, problem.v.shape[-1]), dtype=problem.q.dtype)
-        lse = xp.full(shape, -math.inf, dtype=problem.q.dtype)
-        alone = xp.zeros(shape, dtype=xp.bool)
-
-        def run(group: Any) -> tuple[Any, ...]:
+        shape, like = (*problem.q.shape[:2], problem.q.shape[-2]), {"device": device(problem.q)}
+        output = xp.zeros((*shape, problem.v.shape[-1]), dtype=problem.q.dtype, **like)
+        lse = xp.full(shape, -math.inf, dtype=problem.q.dtype, **like)
+        for view, parts in self._run(self._forward_rounds, False):
+            o, z = parts[0]
             with backend.quiet():
-                return self._forward_group(attend.View(problem, group, backend, gradient=False))
-
-        tasks, work = self._tasks()
-        for group, (o, z, a) in zip(tasks, backend.map(run, tasks, work=work), strict=True):
-            index = (group.b, group.g, ...)
+                for part in parts[1:]:
+                    o, z = _with_round(xp, o, z, *part)
+            index = (view.group.b, view.group.g, ...)
             output, lse = backend.assign(output, index, o), backend.assign(lse, index, z)
-            alone = backend.assign(alone, index, a)
+        alone = real(lse) == -math.inf
+        if not self.last_resort:
+            return output, lse, alone
+        for group in attend.groups(problem):
+            view = attend.View(problem, group, backend, gradient=False)
+            here = view.own(alone)
+            if not bool(xp.any(here)):
+                continue
+            q, v, kept = view.own(problem.q)[:, :, 0, ...], view.own(problem.v), self._own_weight(view)
+            with backend.quiet():
+                k, _ = self._keys(q)
+                own = xp.where(here[..., None], v if kept is None else v * kept, view.own(output))
+                logits = xp.where(here, problem.scale * xp.sum(q * k, axis=-1), view.own(lse))
+            index = (group.b, group.g, ...)
+            output, lse = backend.assign(output, index, own), backend.assign(lse, index, logits)
         return output, lse, alone
 
-    def _forward_group(self, view: Any) -> tuple[Any, Any, Any]:
+    def _forward_rounds(self, view: Any, rounds: tuple[int, ...]) -> tuple[Any, Any]:
         xp, units = self.backend.xp, self._units(view)
         q, v = view.own(self.problem.q), view.own(self.problem.v)
         k, _ = self._keys(q[:, :, 0, ...])
         output = lse = None
-        for s in range(self.plan.hashes):
+        for s in rounds:
             problem, group, _ = self._round(view, units, s, q, k, v)
             part, z, *_ = attend.forward_group(problem, group, self.backend)
             part, z = units.to_positions(part[:, :, 0, ...], s), units.to_positions(z[:, :, 0, :, None], s)[..., 0]
             output, lse = (part, z) if output is None else _with_round(xp, output, lse, part, z)
-        alone = real(lse) == -math.inf
-        if self.last_resort:
-            kept = self._own_weight(view)
-            own = v if kept is None else v * kept
-            output = xp.where(alone[..., None], own, output)
-            lse = xp.where(alone, self.problem.scale * xp.sum(q[:, :, 0, ...] * k, axis=-1), lse)
-        return output, lse, alone
+        return output, lse
 
     def _own_weight(self, view: Any) -> Any:
         """Dropout factors of the pairs (i, i), (b|1,h|1,t|1,1); None without dropout."""
@@ -522,37 +549,43 @@ class _Rounds:
     def backward(self, output: Any, lse: Any, alone: Any, d_output: Any, d_lse: Any) -> tuple[Any, Any, Any]:
         """Cotangents of qk (b,h,t,d), v (b,h,t,e) and scale."""
         xp, backend, problem = self.backend.xp, self.backend, self.problem
-        d_qk = xp.zeros((*lse.shape, problem.q.shape[-1]), dtype=problem.q.dtype)
-        d_v = xp.zeros((*lse.shape, problem.v.shape[-1]), dtype=problem.q.dtype)
-        d_scale = xp.zeros((), dtype=problem.q.dtype)
+        zeros = {"dtype": problem.q.dtype, "device": device(problem.q)}
+        d_qk = xp.zeros((*lse.shape, problem.q.shape[-1]), **zeros)
+        d_v = xp.zeros((*lse.shape, problem.v.shape[-1]), **zeros)
+        d_scale = xp.zeros((), **zeros)
         d_output = xp.zeros_like(output) if d_output is None else xp.broadcast_to(d_output, output.shape)
         d_lse = None if d_lse is None else xp.broadcast_to(d_lse, lse.shape)
 
-        def run(group: Any) -> tuple[Any, ...]:
-            with backend.quiet():
-                view = attend.View(problem, group, backend, gradient=True)
-                parts = [None if x is None else view.own(x) for x in (output, lse, alone, d_output, d_lse)]
-                return self._backward_group(view, *parts)
+        def rounds(view: Any, which: tuple[int, ...]) -> tuple[Any, ...]:
+            parts = [None if x is None else view.own(x) for x in (output, lse, alone, d_output, d_lse)]
+            found = self._backward_rounds(view, which, *parts)
+            return found if len(which) < self.plan.hashes else self._with_own(view, found, *parts[2:])
 
-        tasks, work = self._tasks()
-        for group, (a, c, z) in zip(tasks, backend.map(run, tasks, work=work), strict=True):
-            index = (group.b, group.g, ...)
-            d_qk, d_v = backend.assign(d_qk, index, a), backend.assign(d_v, index, c)
-            d_scale = d_scale + z
+        for view, (first, *others) in self._run(rounds, True):
+            if others:
+                parts = [None if x is None else view.own(x) for x in (alone, d_output, d_lse)]
+                with backend.quiet():
+                    for other in others:
+                        first = tuple(a + b for a, b in zip(first, other, strict=True))
+                    first = self._with_own(view, first, *parts)
+            index = (view.group.b, view.group.g, ...)
+            d_qk, d_v = backend.assign(d_qk, index, first[0]), backend.assign(d_v, index, first[1])
+            d_scale = d_scale + first[2]
         return d_qk, d_v, d_scale
 
-    def _backward_group(
-        self, view: Any, output: Any, lse: Any, alone: Any, d_output: Any, d_lse: Any
-    ) -> tuple[Any, ...]:
+    def _backward_rounds(
+        self, view: Any, which: tuple[int, ...], output: Any, lse: Any, alone: Any, d_output: Any, d_lse: Any
+    ) -> tuple[Any, Any, Any, Any]:
+        """Sums over some rounds: cotangents of q, k, v and scale."""
         xp, units = self.backend.xp, self._units(view)
         q, v = view.own(self.problem.q), view.own(self.problem.v)
-        k, factor = self._keys(q[:, :, 0, ...])
+        k, _ = self._keys(q[:, :, 0, ...])
         shift = xp.sum(d_output * output, axis=-1)  # Delta
         shift = xp.where(alone, xp.zeros_like(shift), shift if d_lse is None else shift - d_lse)
-        z = xp.where(alone, xp.zeros_like(lse), lse)
-        per_row = xp.stack([z, shift], axis=-1)
-        d_q, d_k, d_v, d_scale = xp.zeros_like(k), xp.zeros_like(k), xp.zeros_like(v), xp.zeros((), dtype=k.dtype)
-        for s in range(self.plan.hashes):
+        per_row = xp.stack([xp.where(alone, xp.zeros_like(lse), lse), shift], axis=-1)
+        d_q, d_k, d_v = xp.zeros_like(k), xp.zeros_like(k), xp.zeros_like(v)
+        d_scale = xp.zeros((), dtype=k.dtype, device=device(k))
+        for s in which:
             problem, group, rows = self._round(view, units, s, q, k, v)
             z_s, d_o = take_order(per_row[:, :, None, ...], rows), take_order(d_output[:, :, None, ...], rows)
             a, b, c, e, _ = attend.backward_group(problem, group, self.backend, z_s[..., 0], z_s[..., 1], d_o)
@@ -560,15 +593,23 @@ class _Rounds:
             d_k += units.keys_to_positions(b, s)
             d_v += units.keys_to_positions(c, s)
             d_scale = d_scale + e
+        return d_q, d_k, d_v, d_scale
+
+    def _with_own(
+        self, view: Any, found: tuple[Any, Any, Any, Any], alone: Any, d_output: Any, d_lse: Any
+    ) -> tuple[Any, Any, Any]:
+        """Cotangents of qk, v and scale: rows that see themselves added, both roles of qk together."""
+        xp, scale = self.backend.xp, self.problem.scale
+        d_q, d_k, d_v, d_scale = found
+        q = view.own(self.problem.q)[:, :, 0, ...]
+        k, factor = self._keys(q)
         if self.last_resort:
             d_own = d_output if (kept := self._own_weight(view)) is None else d_output * kept
             d_v = d_v + xp.where(alone[..., None], d_own, xp.zeros_like(d_own))
             if d_lse is not None:  # the row's lse is its own logit, scale q_i . k_i
                 d_own = xp.where(alone, d_lse, xp.zeros_like(d_lse))[..., None]
-                own = q[:, :, 0, ...]
-                d_q = d_q + self.problem.scale * d_own * k
-                d_k = d_k + self.problem.scale * d_own * own
-                d_scale = d_scale + xp.sum(d_own * own * k)
+                d_q, d_k = d_q + scale * d_own * k, d_k + scale * d_own * q
+                d_scale = d_scale + xp.sum(d_own * q * k)
         return d_q + self._keys_backward(k, factor, d_k), d_v, d_scale
 
 

@@ -152,6 +152,21 @@ def test_strict_namespace_hashes_alike():
     assert np.array_equal(np.asarray(attention.forward(**strict).buckets), attention.forward(**given).buckets)
 
 
+def test_few_units_share_out_their_rounds(monkeypatch):
+    given = base(5, t=200, b=1, h=1, hashes=3, n=8, chunk=16, causal=True)
+    given["dropout_mask"], given["dropout_rate"] = rng(5).random((200, 200)) < 0.8, 0.2
+    results = []
+    for size in (1 << 22, 0):  # rounds together; rounds apart
+        monkeypatch.setattr("refattn.attention.lsh.APART", size)
+        result, pullback = attention.vjp(**given)
+        results.append((result, pullback(**random_cotangents(attention, result, rng(6)))))
+    (together, want), (apart, got) = results
+    assert_close(apart.output, together.output, 20 * EPS)
+    assert_close(apart.lse, together.lse, 20 * EPS)
+    for n in want:
+        assert_close(got[n], want[n], 200 * EPS)
+
+
 def test_leading_axes_broadcast():
     given = attention.example(rng(5), b=3, h=2, t=9, hashes=2)
     qk, v = given.pop("qk"), given.pop("v")
