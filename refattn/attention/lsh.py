@@ -51,7 +51,7 @@ from refattn.arrays import (
     require_one_of,
     to_namespace,
 )
-from refattn.attention.lsh_buckets import Multiplicity, Plan, Units, bucket_factors, hash_buckets, sort_buckets
+from refattn.attention.lsh_buckets import PAIRS, Multiplicity, Plan, Units, bucket_factors, hash_buckets, sort_buckets
 from refattn.attention.lsh_definition import definition
 from refattn.attention.lsh_mistakes import lsh_mutations
 from refattn.cost import itemsize, require_sizes
@@ -466,11 +466,23 @@ class _Rounds:
             inner = xp.where(real(factor) < 1 / self.eps, inner, xp.zeros_like(inner))
         return factor * (d_k - k * inner)
 
+    def _groups(self) -> list[Any]:
+        """As many units together as fill a block of one round."""
+        b, h = self.problem.q.shape[:2]
+        per_unit = max(1, self.plan.rows * self.plan.reach * self.plan.chunk)
+        together = max(1, PAIRS // per_unit)
+        heads, batches = min(h, together), max(1, together // max(1, h))
+        numbers, rows = np.asarray(self.problem.heads), (0, self.plan.length)
+        return [
+            attend.Group(slice(i, min(i + batches, b)), slice(j, min(j + heads, h)), rows, numbers[j : j + heads])
+            for i in range(0, b, batches)
+            for j in range(0, h, max(1, heads))
+        ]
+
     def _jobs(self) -> tuple[list[Any], list[tuple[int, ...]], int]:
         """Groups of units, the rounds that each takes at a time, and the work of all: few units share out their rounds."""
-        plan, problem = self.plan, self.problem
-        groups = attend.groups(problem)
-        units = problem.q.shape[0] * problem.q.shape[1]
+        plan, groups = self.plan, self._groups()
+        units = self.problem.q.shape[0] * self.problem.q.shape[1]
         work = 2 * units * plan.hashes * plan.rows * plan.reach * plan.chunk
         every = tuple(range(plan.hashes))
         apart = len(groups) < attend.SPLIT and work > APART
@@ -505,7 +517,7 @@ class _Rounds:
         alone = real(lse) == -math.inf
         if not self.last_resort:
             return output, lse, alone
-        for group in attend.groups(problem):
+        for group in self._groups():
             view = attend.View(problem, group, backend, gradient=False)
             here = view.own(alone)
             if not bool(xp.any(here)):
