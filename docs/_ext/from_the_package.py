@@ -46,7 +46,8 @@ def entries(module_name: str) -> Iterator[str]:
     module = importlib.import_module(module_name)
     yield from ("```{eval-rst}", f".. automodule:: {module_name}", "")
     for name in module.__all__:
-        kind = "autoclass" if isinstance(getattr(module, name), type) else "autofunction"
+        value = getattr(module, name)
+        kind = "autoclass" if isinstance(value, type) else "autofunction" if callable(value) else "autodata"
         yield from (f".. {kind}:: {module_name}.{name}", "   :members:" if kind == "autoclass" else "", "")
     yield "```"
 

@@ -575,6 +575,19 @@ adaptive_span_attention = mechanism(
     outputs=("output", "lse"),
 )
 
+adaptive_span_attention.probe_options = (
+    {
+        "says": "spans of whole tokens: both ends of the ramp are hit",
+        "h": 3, "q": 5, "k": 17, "span": np.array([4.0, 0.0, 7.0]), "ramp": 3.0, "max_span": 12,
+    },
+    {
+        "says": "a short history: the first queries reach back beyond the first key",
+        "h": 3, "q": 14, "k": 17, "span": np.array([2.5, 9.25, 6.0]), "ramp": 2.0, "max_span": 11,
+    },
+    {"says": "persistent slots", "h": 3, "q": 6, "k": 19, "n": 2, "ramp": 2.5},
+    {"says": "the released form", "h": 3, "q": 6, "k": 19, "distance_origin": 0, "renormalize_eps": 1e-3, "ramp": 2.5},
+)  # fmt: skip
+
 
 def _penalty_forward(span: Any, *, coefficient: float, max_span: int) -> tuple[Result, Any]:
     """Penalty on spans: coefficient * mean over heads of the span in tokens (over queries too, for a span per query).

@@ -251,6 +251,8 @@ def _orders(
     algorithms = ("whole", "tiled") if "algorithm" in question.mechanism._wants else ("auto",)
     for algorithm in algorithms:
         yield _stored(question.answer(cast, cotangents, algorithm=algorithm), name)
+    if len(algorithms) == 1:  # no second order of its own: arrays a last bit away show what rounding does to the call
+        yield _stored(question.answer(_a_bit_away(question, cast), cotangents), name)
     for alone in (True, False):
         if _is_legal(question, exact, values, alone):
             yield _stored(_reordered(question, cast, cotangents, alone), name)
@@ -259,6 +261,16 @@ def _orders(
         xp = _RoundedOperands(name, _channels(cast))
         inside = {n: _inside(xp, n, x) for n, x in cast.items()}
         yield _stored(question.answer(inside, {n: xp.asarray(x) for n, x in cotangents.items()}), name)
+
+
+def _a_bit_away(question: Question, cast: dict[str, Any]) -> dict[str, Any]:
+    """Every other entry of the positional arrays moved to the next number above it."""
+    rng = np.random.default_rng(0)
+    moved = {n: cast[n] for n in question.mechanism._positional if _floating(cast.get(n))}
+    with np.errstate(over="ignore"):
+        return cast | {
+            n: np.where(rng.random(x.shape) < 0.5, np.nextafter(x, x.dtype.type(np.inf)), x) for n, x in moved.items()
+        }
 
 
 def _channels(arguments: Mapping[str, Any]) -> frozenset[int]:
@@ -386,13 +398,17 @@ _TINY = float(np.finfo(np.float32).tiny)
 # ---------------------------------------------------------------------- derived bound of the output
 
 
+_OTHER_PRODUCTS = ("r", "key_positions")
+"""Arrays whose products with q are part of the logits: the bound knows the rounding of q k^T alone."""
+
+
 def _bounded(mechanism: Mechanism) -> bool:
     return "keep_weights" in mechanism._options and {"q", "k", "v"} <= set(mechanism._positional)
 
 
 def _derived(question: Question, exact: dict[str, Any], result: Any) -> tuple[np.ndarray, np.ndarray] | None:
-    """A-priori bound of the output, for mechanisms whose output is weights times values (checked, not assumed)."""
-    if not _bounded(question.mechanism):
+    """A-priori bound of the output, for mechanisms whose output is softmax weights times values (checked, not assumed)."""
+    if not _bounded(question.mechanism) or any(exact.get(name) is not None for name in _OTHER_PRODUCTS):
         return None
     if "weights" not in result:
         undropped = {n: x for n, x in exact.items() if n not in ("dropout_mask", "dropout_rate")}
@@ -408,6 +424,14 @@ def _derived(question: Question, exact: dict[str, Any], result: Any) -> tuple[np
     order = np.arange(heads) % groups if exact.get("head_map") == "tile" else np.arange(heads) // (heads // groups)
     k, v = k[..., order, :, :], v[..., order, :, :]
     weights = np.where(np.isfinite(weights), weights, 0.0)
+    with np.errstate(all="ignore"):
+        sure = (weights > 0) & np.isfinite(logits) & np.isfinite(result.lse)[..., None]
+        sinks = (
+            exact.get("sinks") is not None or exact.get("dropout_mask") is not None
+        )  # lse or weights are others then
+        softmax = sinks or np.allclose(weights[sure], np.exp(logits - result.lse[..., None])[sure], rtol=1e-6, atol=0)
+    if not softmax:  # weighted otherwise, as by a ramp
+        return None
     finite = np.isfinite(result.output)
     if not np.allclose((weights @ v)[finite], result.output[finite], rtol=1e-9, atol=1e-9):
         return None
