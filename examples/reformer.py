@@ -242,6 +242,9 @@ def draw_lengths(table: Table, path: Path) -> None:
         axis.loglog(*zip(*points, strict=True), "o:" if name == "full_forward" else "o-", label=label)
     axis.set_xticks(table["length"], [f"{n}\n/ {table['tokens'] // n}" for n in table["length"]])
     axis.minorticks_off()
+    shown = [x for name in ("lsh", "full", "full_forward") for x in table[name] if x is not None]
+    marks = [x for x in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if min(shown) / 2 <= x <= max(shown) * 2]
+    axis.set_yticks(marks, [f"{x:g}" for x in marks])
     axis.set(
         xlabel="sequence length / batch",
         ylabel="seconds, forward + backward",
