@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from refattn.backends.numpy import NumpyBackend
+from refattn.backends.numpy import NumpyBackend, blas_threads
 from refattn.records import AttentionProblem
 
 __all__ = ["NumbaBackend"]
@@ -96,7 +96,9 @@ def _interval(problem: AttentionProblem) -> tuple[Any, Any] | None:
 def _kernels() -> dict[str, Any]:
     """The tile kernel of each dtype, compiled on first use: importing refattn does not import numba."""
     import numba
+    from scipy.linalg import cython_blas  # noqa: F401 - the BLAS of compiled products, to be held to one thread as NumPy's is
 
+    blas_threads.cache_clear()
     jit = functools.partial(numba.njit, nogil=True, error_model="numpy")
 
     # exp(x) = 2^n exp(r), n = round(x / ln 2), |r| <= ln(2) / 2, exp(r) by its Taylor polynomial.  n comes out of the low bits

@@ -13,7 +13,7 @@ import numpy as np
 
 from refattn.backends.base import Backend
 
-__all__ = ["NumpyBackend", "threads", "use_executor"]
+__all__ = ["NumpyBackend", "blas_threads", "threads", "use_executor"]
 
 SERIAL_WORK = 1 << 22
 """Below this many operations a pool costs more than it gives."""
@@ -41,7 +41,8 @@ def _pool(size: int) -> ThreadPoolExecutor:
 
 
 @functools.cache
-def _blas() -> Any:
+def blas_threads() -> Any:
+    """Controller of the BLAS libraries loaded so far."""
     from threadpoolctl import ThreadpoolController  # 5 ms to build: once
 
     return ThreadpoolController()
@@ -194,5 +195,5 @@ class NumpyBackend(Backend):
             finally:
                 _local.inside = False
 
-        with _limit, _blas().limit(limits=1, user_api="blas"):
+        with _limit, blas_threads().limit(limits=1, user_api="blas"):
             return list((_chosen[-1] if _chosen else _pool(size)).map(run, tasks))

@@ -40,7 +40,7 @@ __all__ = [
     "slice_blocks",
 ]
 
-ROWS, KEYS = 128, 2048
+ROWS, KEYS = 256, 1024
 """Rows (query heads of one key head x queries) and keys of a tile: a few such tiles stay in a core's cache."""
 SMALL = 1 << 18
 """Pairs up to which several (batch, key head) units share a block."""
