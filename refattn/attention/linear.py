@@ -24,6 +24,7 @@ Conventions: a row whose denominator is 0 (no key, no initial normalizer, eps = 
 Source: Katharopoulos, Vyas, Pappas, Fleuret 2020, arXiv:2006.16236, sections 3.2 and 3.3.
 """
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -416,7 +417,7 @@ def cost(
         peak_bytes=inputs + features + states + 2 * largest,
     )
     if recompute:
-        backward = backward + forward
+        backward = dataclasses.replace(backward + forward, saved_bytes=0)
     return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
 
 

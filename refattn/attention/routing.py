@@ -29,6 +29,7 @@ have no gradient; ``refattn.routing`` moves the centroids.
 Source: Roy, Saffar, Vaswani, Grangier 2020, arXiv:2003.05997, section 4 and algorithm 1.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -433,7 +434,7 @@ def cost(
         peak_bytes=kept + inputs + working * units * c * (w_q * d + (w_k + n) * (d + e)) + 4 * block,
     )
     if recompute:
-        backward = backward + forward
+        backward = dataclasses.replace(backward + forward, saved_bytes=0)
     return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
 
 
