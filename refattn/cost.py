@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from refattn import attend, backends, options
+from refattn import backends
 from refattn.arrays import itemsize, require_integer, require_one_of
+from refattn.core import attend, options
 from refattn.records import Cost
 
 __all__ = ["activations", "attention", "itemsize", "require_sizes", "transformer"]

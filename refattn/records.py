@@ -121,7 +121,7 @@ setattr(Mutation, "class", property(lambda self: self.class_))
 class Block:
     """One batch of equal-size blocks: which queries meet which keys.
 
-    ``queries`` and ``keys`` are selections (``refattn.selections``); ``visible`` is None where every pair of the block is
+    ``queries`` and ``keys`` are selections (``refattn.core.selections``); ``visible`` is None where every pair of the block is
     seen, else a function of no arguments returning a bool array that broadcasts to the logits of the block.
     """
 

@@ -29,7 +29,7 @@ from refattn.arrays import (
     require_one_of,
     to_namespace,
 )
-from refattn.attention.routing_members import nearest_centroid, normalise
+from refattn.attention.blocks.routing_members import nearest_centroid, normalise
 from refattn.mechanism import function
 from refattn.records import Result
 

@@ -7,9 +7,10 @@ import pytest
 from support import assert_close
 
 import refattn as ra
-from refattn import attend, backends, options, patterns
+from refattn import backends, patterns
+from refattn.core import attend, options
+from refattn.core.selections import Index, Span, take_pairs
 from refattn.records import Block
-from refattn.selections import Index, Span, take_pairs
 
 EPS = np.finfo(np.float64).eps
 BACKEND = backends.resolve(None, np)

@@ -15,7 +15,7 @@ from refattn.attention.nystrom import nystrom_attention
 from refattn.attention.performer import orthogonal_features, performer_attention
 from refattn.attention.routing import routing_attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
-from refattn.attention.sinkhorn_blocks import sinkhorn, sinkhorn_attention
+from refattn.attention.sinkhorn import sinkhorn, sinkhorn_attention
 from refattn.attention.sparse_transformer import sparse_transformer_attention
 from refattn.attention.synthesizer import synthesizer_attention
 from refattn.attention.talking_heads import talking_heads_attention

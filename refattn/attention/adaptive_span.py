@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 
-from refattn import options
 from refattn.arrays import (
     broadcast_leading,
     device,
@@ -44,11 +43,12 @@ from refattn.arrays import (
     require_one_of,
     require_positive,
 )
-from refattn.attend import product
-from refattn.attention.adaptive_span_definition import definition
-from refattn.attention.adaptive_span_mistakes import adaptive_span_mutations
+from refattn.core import options
+from refattn.core.attend import product
 from refattn.cost import itemsize, require_sizes
+from refattn.definitions.adaptive_span import definition
 from refattn.mechanism import function, mechanism
+from refattn.mistakes.adaptive_span import adaptive_span_mutations
 from refattn.normalization import row_maximum
 from refattn.records import Cost, Result
 

@@ -28,18 +28,18 @@ from typing import Any
 import numpy as np
 
 from refattn import cost as costs
-from refattn import options
 from refattn.arrays import is_array, is_integer, namespace, require_axes, require_integer, to_namespace, to_numpy
-from refattn.attend import KEYS, ROWS, SMALL, Group
-from refattn.attention.dense_definition import definition as dense_definition
-from refattn.attention.dense_mistakes import mutations_for
-from refattn.attention.key_sets import other_keys, with_keys
-from refattn.blocking import Maker, one_length, some
+from refattn.core import options
+from refattn.core.attend import KEYS, ROWS, SMALL, Group
+from refattn.core.block_lists import Maker, one_length, some
+from refattn.core.selections import Index, Lattice, Span
+from refattn.definitions.dense_loop import definition as dense_definition
+from refattn.definitions.key_sets import other_keys, with_keys
 from refattn.mechanism import mechanism
+from refattn.mistakes.scaled_dot_product import mutations_for
 from refattn.patterns import Pattern
 from refattn.patterns import blocks as block_pattern
 from refattn.records import Block, Cost, Mutation, Result
-from refattn.selections import Index, Lattice, Span
 
 __all__ = ["bigbird_attention"]
 
@@ -227,7 +227,7 @@ def forward(
 
 
 def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
-    """Cotangents of q, k, v and scale (derivation: ``refattn.attend.backward``)."""
+    """Cotangents of q, k, v and scale (derivation: ``refattn.core.attend.backward``)."""
     prepared, forward_state = saved
     return prepared.gradients(forward_state, output, lse)
 

@@ -28,12 +28,12 @@ from typing import Any
 
 import numpy as np
 
-from refattn import options
 from refattn.arrays import broadcast_leading, namespace, require_axes, require_integer, require_one_of
 from refattn.attention import transformer_xl
-from refattn.attention.compressive_mistakes import compressive_mutations
 from refattn.contraction import einsum
+from refattn.core import options
 from refattn.mechanism import mechanism
+from refattn.mistakes.compressive import compressive_mutations
 from refattn.records import Cost, Result
 
 __all__ = ["compressive_attention"]

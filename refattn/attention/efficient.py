@@ -27,10 +27,10 @@ import numpy as np
 
 from refattn.arrays import broadcast_leading, namespace, require_axes, require_one_of, sum_to_shape, to_namespace
 from refattn.contraction import einsum
+from refattn.core.options import per_batch
 from refattn.cost import DIRECTIONS, itemsize, require_sizes
 from refattn.mechanism import mechanism
 from refattn.normalization import masked_softmax, masked_softmax_backward
-from refattn.options import per_batch
 from refattn.records import Cost, Mutation, Result
 
 __all__ = ["efficient_attention"]

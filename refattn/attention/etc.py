@@ -35,7 +35,6 @@ from typing import Any
 import numpy as np
 
 from refattn import cost as costs
-from refattn import options
 from refattn.arrays import (
     broadcast_leading,
     flatten_leading,
@@ -49,15 +48,16 @@ from refattn.arrays import (
     to_namespace,
     to_numpy,
 )
-from refattn.attention.dense_definition import definition as dense_definition
-from refattn.blocking import one_length
 from refattn.contraction import einsum
+from refattn.core import options
+from refattn.core.block_lists import one_length
+from refattn.core.selections import Index
+from refattn.core.terms import Term
+from refattn.definitions.dense_loop import definition as dense_definition
 from refattn.mechanism import mechanism
 from refattn.patterns import Pattern, dense, prefix
 from refattn.patterns import window as window_pattern
 from refattn.records import Cost, Mutation, Result
-from refattn.scores import Term
-from refattn.selections import Index
 
 __all__ = ["etc_attention"]
 

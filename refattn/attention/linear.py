@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 
-from refattn import attend
 from refattn.arrays import (
     broadcast_leading,
     device,
@@ -41,11 +40,12 @@ from refattn.arrays import (
     require_one_of,
     to_namespace,
 )
-from refattn.attention.linear_mistakes import linear_mutations
 from refattn.contraction import einsum
+from refattn.core import attend
+from refattn.core.options import per_batch
 from refattn.cost import DIRECTIONS, itemsize, require_sizes
 from refattn.mechanism import mechanism
-from refattn.options import per_batch
+from refattn.mistakes.linear import linear_mutations
 from refattn.records import Cost, Result
 
 __all__ = ["linear_attention"]

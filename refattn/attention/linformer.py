@@ -27,10 +27,10 @@ import numpy as np
 
 from refattn.arrays import broadcast_leading, require_axes, require_finite, require_one_of, sum_to_shape
 from refattn.contraction import einsum
+from refattn.core.options import require_scalar
 from refattn.cost import DIRECTIONS, itemsize, require_sizes
 from refattn.mechanism import mechanism
 from refattn.normalization import masked_softmax, masked_softmax_backward
-from refattn.options import require_scalar
 from refattn.records import Cost, Mutation, Result
 
 __all__ = ["linformer_attention"]

@@ -28,13 +28,13 @@ from typing import Any
 import numpy as np
 
 from refattn import cost as costs
-from refattn import options
 from refattn.arrays import namespace, require_integer
-from refattn.attention.dense_definition import definition as dense_definition
-from refattn.attention.key_sets import near_keys, with_keys
-from refattn.attention.local_mistakes import local_mutations
-from refattn.blocking import Maker, banded, one_length, tiled
+from refattn.core import options
+from refattn.core.block_lists import Maker, banded, one_length, tiled
+from refattn.definitions.dense_loop import definition as dense_definition
+from refattn.definitions.key_sets import near_keys, with_keys
 from refattn.mechanism import mechanism
+from refattn.mistakes.local import local_mutations
 from refattn.patterns import Pattern, window
 from refattn.records import Block, Cost, Result
 
@@ -184,7 +184,7 @@ def _length(q: Any, k: Any) -> int:
 
 
 def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
-    """Cotangents of q, k, v and the shared options (derivation: ``refattn.attend.backward``)."""
+    """Cotangents of q, k, v and the shared options (derivation: ``refattn.core.attend.backward``)."""
     prepared, forward_state = saved
     return prepared.gradients(forward_state, output, lse)
 

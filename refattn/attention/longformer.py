@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from refattn import cost as costs
-from refattn import options
 from refattn.arrays import (
     broadcast_leading,
     is_array,
@@ -39,13 +38,14 @@ from refattn.arrays import (
     to_namespace,
     to_numpy,
 )
-from refattn.attend import ROWS, Group
-from refattn.attention.dense_definition import definition as dense_definition
-from refattn.blocking import Maker, banded, one_length, tiled
+from refattn.core import options
+from refattn.core.attend import ROWS, Group
+from refattn.core.block_lists import Maker, banded, one_length, tiled
+from refattn.core.selections import Index, Lattice, take_order
+from refattn.definitions.dense_loop import definition as dense_definition
 from refattn.mechanism import mechanism
 from refattn.patterns import Pattern, documents, window
 from refattn.records import Block, Cost, Mutation, Result
-from refattn.selections import Index, Lattice, take_order
 
 __all__ = ["longformer_attention"]
 
@@ -267,7 +267,7 @@ def forward(
 
 
 def backward(saved: Any, *, output: Any) -> dict[str, Any]:
-    """Cotangents of all arrays and of scale: those of the local rows and of the global rows (``refattn.attend.backward``)."""
+    """Cotangents of all arrays and of scale: those of the local rows and of the global rows (``refattn.core.attend.backward``)."""
     if output is None:
         return {}
     local, local_state, rows = saved

@@ -36,7 +36,6 @@ from typing import Any
 
 import numpy as np
 
-from refattn import attend, options
 from refattn.arrays import (
     broadcast_leading,
     device,
@@ -51,13 +50,14 @@ from refattn.arrays import (
     require_one_of,
     to_namespace,
 )
-from refattn.attention.lsh_buckets import PAIRS, Multiplicity, Plan, Units, bucket_factors, hash_buckets, sort_buckets
-from refattn.attention.lsh_definition import definition
-from refattn.attention.lsh_mistakes import lsh_mutations
+from refattn.attention.blocks.lsh import PAIRS, Multiplicity, Plan, Units, bucket_factors, hash_buckets, sort_buckets
+from refattn.core import attend, options
+from refattn.core.selections import take_order
 from refattn.cost import itemsize, require_sizes
+from refattn.definitions.lsh import definition
 from refattn.mechanism import mechanism
+from refattn.mistakes.lsh import lsh_mutations
 from refattn.records import Cost, Result
-from refattn.selections import take_order
 
 __all__ = ["lsh_attention"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from refattn.arrays import require_integer
-from refattn.attention.lsh_buckets import bucket_factors, hash_buckets, sort_buckets
+from refattn.attention.blocks.lsh import bucket_factors, hash_buckets, sort_buckets
 
 __all__ = ["collision_probability", "found_by_rounds", "found_pairs", "measured_collisions", "recall", "shown_pairs"]
 

@@ -29,12 +29,12 @@ from typing import Any
 import numpy as np
 
 from refattn import cost as costs
-from refattn import options
 from refattn.arrays import broadcast_leading, device, namespace, require_axes, sum_to_shape, to_namespace
-from refattn.attention.multi_head_definition import definition
-from refattn.attention.multi_head_mistakes import multi_head_mutations
 from refattn.contraction import einsum
+from refattn.core import options
+from refattn.definitions.multi_head import definition
 from refattn.mechanism import mechanism
+from refattn.mistakes.multi_head import multi_head_mutations
 from refattn.records import Cost, Result
 
 __all__ = ["multi_head_attention"]

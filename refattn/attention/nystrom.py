@@ -40,10 +40,10 @@ from refattn.arrays import (
     require_one_of,
     sum_to_shape,
 )
-from refattn.attention.nystrom_mistakes import nystrom_mutations
 from refattn.contraction import einsum
 from refattn.cost import DIRECTIONS, itemsize, require_sizes
 from refattn.mechanism import mechanism
+from refattn.mistakes.nystrom import nystrom_mutations
 from refattn.normalization import masked_softmax, masked_softmax_backward
 from refattn.records import Cost, Result
 

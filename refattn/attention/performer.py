@@ -42,10 +42,10 @@ from refattn.arrays import (
     require_one_of,
 )
 from refattn.attention import linear
-from refattn.attention.performer_mistakes import performer_mutations
 from refattn.contraction import einsum
 from refattn.cost import DIRECTIONS, itemsize, require_sizes
 from refattn.mechanism import mechanism
+from refattn.mistakes.performer import performer_mutations
 from refattn.records import Cost, Result
 
 __all__ = ["orthogonal_features", "performer_attention"]

@@ -35,7 +35,6 @@ from typing import Any
 
 import numpy as np
 
-from refattn import attend, options
 from refattn.arrays import (
     broadcast_leading,
     flatten_leading,
@@ -49,12 +48,13 @@ from refattn.arrays import (
     require_one_of,
     to_namespace,
 )
-from refattn.attention.routing_clusters import Clusters
-from refattn.attention.routing_definition import definition
-from refattn.attention.routing_members import Routed, normalise, normalise_backward
-from refattn.attention.routing_mistakes import routing_mutations
+from refattn.attention.blocks.routing import Clusters
+from refattn.attention.blocks.routing_members import Routed, normalise, normalise_backward
+from refattn.core import attend, options
 from refattn.cost import DIRECTIONS, itemsize, require_sizes
+from refattn.definitions.routing import definition
 from refattn.mechanism import mechanism
+from refattn.mistakes.routing import routing_mutations
 from refattn.records import Cost, Result
 
 __all__ = ["routing_attention"]

@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 from refattn import cost as costs
-from refattn import options
-from refattn.attention.dense_definition import definition
-from refattn.attention.dense_mistakes import dense_mutations
+from refattn.core import options
+from refattn.definitions.dense_loop import definition
 from refattn.mechanism import mechanism
+from refattn.mistakes.scaled_dot_product import dense_mutations
 from refattn.records import Cost, Result
 
 __all__ = ["scaled_dot_product_attention"]
@@ -74,7 +74,7 @@ def forward(q: Any, k: Any, v: Any, *, backend: Any, algorithm: str, **shared: A
 
 
 def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
-    """Cotangents of q, k, v, bias, scale, softcap, ALiBi slopes and sinks (derivation: ``refattn.attend.backward``)."""
+    """Cotangents of q, k, v, bias, scale, softcap, ALiBi slopes and sinks (derivation: ``refattn.core.attend.backward``)."""
     prepared, forward_state = saved
     return prepared.gradients(forward_state, output, lse)
 

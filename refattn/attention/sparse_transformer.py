@@ -32,16 +32,17 @@ from typing import Any
 import numpy as np
 
 from refattn import cost as costs
-from refattn import options, patterns
+from refattn import patterns
 from refattn.arrays import is_array, namespace, require_integer, require_one_of, to_numpy
-from refattn.attend import SMALL
-from refattn.attention.dense_definition import definition as dense_definition
-from refattn.attention.key_sets import sparse_keys
-from refattn.attention.sparse_transformer_mistakes import sparse_mutations
-from refattn.blocking import Maker, banded, one_length, some, tiled
+from refattn.core import options
+from refattn.core.attend import SMALL
+from refattn.core.block_lists import Maker, banded, one_length, some, tiled
+from refattn.core.selections import Lattice
+from refattn.definitions.dense_loop import definition as dense_definition
+from refattn.definitions.key_sets import sparse_keys
 from refattn.mechanism import mechanism
+from refattn.mistakes.sparse_transformer import sparse_mutations
 from refattn.records import Block, Cost, Result
-from refattn.selections import Lattice
 
 __all__ = ["sparse_transformer_attention"]
 
@@ -323,7 +324,7 @@ def forward(
 
 
 def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
-    """Cotangents of q, k, v and the shared options (derivation: ``refattn.attend.backward``)."""
+    """Cotangents of q, k, v and the shared options (derivation: ``refattn.core.attend.backward``)."""
     prepared, forward_state, repeated = saved
     gradients = prepared.gradients(forward_state, output, lse)
     if repeated is not None:

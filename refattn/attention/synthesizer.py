@@ -34,14 +34,14 @@ from typing import Any
 
 import numpy as np
 
-from refattn import attend
 from refattn.arrays import broadcast_leading, namespace, real, require_axes, require_one_of, sum_to_shape
-from refattn.attention.synthesizer_mistakes import synthesizer_mutations
 from refattn.contraction import einsum
+from refattn.core import attend
+from refattn.core.options import require_mask
 from refattn.cost import DIRECTIONS, itemsize, require_sizes
 from refattn.mechanism import mechanism
+from refattn.mistakes.synthesizer import synthesizer_mutations
 from refattn.normalization import masked_softmax, masked_softmax_backward
-from refattn.options import require_mask
 from refattn.records import Cost, Result
 
 __all__ = ["synthesizer_attention"]

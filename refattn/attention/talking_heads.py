@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from refattn import attend, backends, options
+from refattn import backends
 from refattn import cost as costs
 from refattn.arrays import (
     broadcast_leading,
@@ -49,13 +49,14 @@ from refattn.arrays import (
     require_one_of,
     to_namespace,
 )
-from refattn.attention.talking_heads_definition import definition
-from refattn.attention.talking_heads_mistakes import talking_heads_mutations
 from refattn.contraction import einsum
+from refattn.core import attend, options
+from refattn.core.selections import Span
+from refattn.definitions.talking_heads import definition
 from refattn.mechanism import mechanism
+from refattn.mistakes.talking_heads import talking_heads_mutations
 from refattn.normalization import row_maximum
 from refattn.records import Block, Cost, Result
-from refattn.selections import Span
 
 __all__ = ["talking_heads_attention"]
 

@@ -28,16 +28,17 @@ from typing import Any
 
 import numpy as np
 
-from refattn import attend, backends, options, patterns
+from refattn import backends, patterns
 from refattn import cost as costs
 from refattn.arrays import device, is_array, is_integer, require_integer, require_one_of, to_namespace, to_numpy
-from refattn.attention.dense_definition import definition as dense_definition
-from refattn.attention.key_sets import as_mask, largest_keys, with_keys
-from refattn.attention.topk_mistakes import margin, topk_mutations
-from refattn.blocking import Maker
+from refattn.core import attend, options
+from refattn.core.block_lists import Maker
+from refattn.core.selections import Index, Lattice
+from refattn.definitions.dense_loop import definition as dense_definition
+from refattn.definitions.key_sets import as_mask, largest_keys, with_keys
 from refattn.mechanism import mechanism
+from refattn.mistakes.topk import margin, topk_mutations
 from refattn.records import Block, Cost, Result
-from refattn.selections import Index, Lattice
 
 __all__ = ["topk_attention"]
 
@@ -214,7 +215,7 @@ def _sizes(q: Any, k: Any) -> tuple[int, int, int]:
 
 
 def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
-    """Cotangents of q, k, v and the shared options, over the chosen pairs (derivation: ``refattn.attend.backward``)."""
+    """Cotangents of q, k, v and the shared options, over the chosen pairs (derivation: ``refattn.core.attend.backward``)."""
     prepared, forward_state = saved
     return prepared.gradients(forward_state, output, lse)
 

@@ -39,7 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from refattn import attend, backends, options
+from refattn import backends
 from refattn import cost as costs
 from refattn.arrays import (
     broadcast_leading,
@@ -52,11 +52,12 @@ from refattn.arrays import (
     to_namespace,
     to_numpy,
 )
-from refattn.attention.transformer_xl_mistakes import transformer_xl_mutations
 from refattn.contraction import einsum
+from refattn.core import attend, options
+from refattn.core.terms import Relative
 from refattn.mechanism import mechanism
+from refattn.mistakes.transformer_xl import transformer_xl_mutations
 from refattn.records import Cost, Result
-from refattn.scores import Relative
 
 __all__ = ["transformer_xl_attention"]
 

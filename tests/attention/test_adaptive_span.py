@@ -8,7 +8,7 @@ from support import assert_adjoint, assert_close, assert_gradients, cases, rando
 import refattn as ra
 import refattn.precision
 from refattn.attention import adaptive_span
-from refattn.attention.adaptive_span_mistakes import _Dense
+from refattn.mistakes.adaptive_span import _Dense
 
 attention = ra.adaptive_span_attention
 EPS = np.finfo(np.float64).eps

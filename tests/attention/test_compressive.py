@@ -7,8 +7,8 @@ from support import assert_adjoint, assert_close, assert_gradients, random_cotan
 
 from refattn import precision
 from refattn.attention.compressive import compressive_attention as attention
-from refattn.attention.compressive_mistakes import Compressive
 from refattn.attention.transformer_xl import transformer_xl_attention
+from refattn.mistakes.compressive import Compressive
 
 SIZES = {"b": 2, "h": 2, "q": 3, "k": 2, "n": 2, "m": 4, "d": 3, "e": 2}
 EPS = np.finfo(np.float64).eps

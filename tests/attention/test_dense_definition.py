@@ -8,7 +8,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from refattn.attention.dense_definition import definition, visible_pairs
+from refattn.definitions.dense_loop import definition, visible_pairs
 from refattn.patterns import mask_mod
 
 DATA = pathlib.Path(__file__).parent.parent / "data"

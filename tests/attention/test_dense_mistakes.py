@@ -7,9 +7,9 @@ import pytest
 from ml_dtypes import bfloat16
 
 from refattn import patterns
-from refattn.attention.dense_definition import definition
-from refattn.attention.dense_mistakes import dense_mutations, mutations_for
-from refattn.attention.dense_steps import Steps
+from refattn.definitions.dense_loop import definition
+from refattn.definitions.scaled_dot_product import Steps
+from refattn.mistakes.scaled_dot_product import dense_mutations, mutations_for
 from refattn.records import Result
 
 SLOPES = np.array([1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8])  # the paper's, 6 heads

@@ -7,7 +7,7 @@ from support import assert_adjoint, assert_close, assert_gradients, cases, rando
 
 from refattn import precision
 from refattn.attention.linear import linear_attention as attention
-from refattn.attention.linear_mistakes import Steps
+from refattn.mistakes.linear import Steps
 
 EPS = np.finfo(np.float64).eps
 FORMS = ("parallel", "recurrent", "chunked")

@@ -6,11 +6,11 @@ import pytest
 from support import assert_adjoint, assert_close, assert_gradients, cases, random_cotangents
 
 from refattn import patterns
+from refattn.attention.blocks.lsh import bucket_factors, hash_buckets, sort_buckets
 from refattn.attention.lsh import lsh_attention as attention
-from refattn.attention.lsh_buckets import bucket_factors, hash_buckets, sort_buckets
-from refattn.attention.lsh_definition import meetings
-from refattn.attention.lsh_mistakes import _Call
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
+from refattn.definitions.lsh import meetings
+from refattn.mistakes.lsh import _Call
 
 B, H, T, D, E = 2, 2, 10, 2, 1
 EPS = np.finfo(np.float64).eps

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 
-from refattn.attention.lsh_definition import meetings
 from refattn.attention.lsh_findings import (
     collision_probability,
     found_by_rounds,
@@ -14,6 +13,7 @@ from refattn.attention.lsh_findings import (
     recall,
     shown_pairs,
 )
+from refattn.definitions.lsh import meetings
 
 
 def rng(seed=0):

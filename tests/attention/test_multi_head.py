@@ -7,7 +7,7 @@ from support import assert_adjoint, assert_close, assert_gradients, cases, rando
 
 import refattn as ra
 from refattn import patterns
-from refattn.attention.multi_head_mistakes import Layer
+from refattn.mistakes.multi_head import Layer
 
 attention = ra.multi_head_attention
 B, H, G, Q, K, D, E, M = 2, 4, 2, 3, 4, 3, 2, 3

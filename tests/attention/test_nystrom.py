@@ -8,8 +8,8 @@ from support import assert_adjoint, assert_close, assert_gradients, cases, rando
 from refattn import precision
 from refattn.attention.nystrom import _inverse_backward
 from refattn.attention.nystrom import nystrom_attention as attention
-from refattn.attention.nystrom_mistakes import Steps
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
+from refattn.mistakes.nystrom import Steps
 
 EPS = np.finfo(np.float64).eps
 OPTIONS = {

@@ -10,8 +10,8 @@ from support import assert_adjoint, assert_close, assert_gradients, cases, rando
 from refattn import precision
 from refattn.attention.performer import orthogonal_features
 from refattn.attention.performer import performer_attention as attention
-from refattn.attention.performer_mistakes import Steps
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
+from refattn.mistakes.performer import Steps
 
 EPS = np.finfo(np.float64).eps
 OPTIONS = {

@@ -368,7 +368,7 @@ SHOWN_BY = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_steps_of_the_mistakes_are_right(name):
-    from refattn.attention.routing_mistakes import Steps
+    from refattn.mistakes.routing import Steps
 
     given = arguments(name, 5)
     result, pullback = attention.vjp(**given)

@@ -8,8 +8,8 @@ from support import assert_adjoint, assert_close, assert_gradients, cases, rando
 from refattn import precision
 from refattn.attention.local import local_attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention as dense
-from refattn.attention.sinkhorn_blocks import _Steps, sinkhorn
-from refattn.attention.sinkhorn_blocks import sinkhorn_attention as attention
+from refattn.attention.sinkhorn import _Steps, sinkhorn
+from refattn.attention.sinkhorn import sinkhorn_attention as attention
 
 EPS = np.finfo(np.float64).eps
 OPTIONS = {

@@ -9,7 +9,7 @@ from refattn import precision
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 from refattn.attention.synthesizer import PARTS
 from refattn.attention.synthesizer import synthesizer_attention as attention
-from refattn.attention.synthesizer_mistakes import Steps
+from refattn.mistakes.synthesizer import Steps
 
 EPS = np.finfo(np.float64).eps
 ALL = {"w_2": True, "w_a": True, "random": True, "random_1": True, "other_logits": True}

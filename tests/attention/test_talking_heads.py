@@ -7,7 +7,7 @@ from support import assert_adjoint, assert_close, assert_gradients, cases, rando
 
 import refattn as ra
 from refattn import patterns
-from refattn.attention.talking_heads_mistakes import Talking
+from refattn.mistakes.talking_heads import Talking
 
 attention = ra.talking_heads_attention
 B, X, H, Y, Q, K, D, E = 2, 2, 3, 4, 3, 5, 3, 2

@@ -183,8 +183,8 @@ def test_kept_weights():
 @pytest.mark.parametrize("keys", [50, 700])
 def test_long_inputs_in_several_runs(keys, monkeypatch):
     """Both the search and the gathered softmax cut the queries."""
-    from refattn import attend
     from refattn.attention import topk
+    from refattn.core import attend
 
     monkeypatch.setattr(attend, "SMALL", 1 << 12)
     monkeypatch.setattr(topk, "_GATHERED", 1 << 10)

@@ -11,7 +11,7 @@ from support import assert_adjoint, assert_close, assert_gradients, cases, rando
 from refattn import precision
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 from refattn.attention.transformer_xl import transformer_xl_attention as attention
-from refattn.attention.transformer_xl_mistakes import Relative
+from refattn.mistakes.transformer_xl import Relative
 from refattn.positions import rel_shift
 
 B, H, Q, K, D, E = 2, 2, 3, 5, 3, 2

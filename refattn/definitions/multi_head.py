@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from refattn.attention import dense_definition
+from refattn.definitions import dense_loop as dense_definition
 from refattn.records import Result
 
 __all__ = ["definition", "with_extra_keys"]

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from refattn.arrays import to_namespace
-from refattn.attend import KEYS, ROWS, SMALL, Group
+from refattn.core.attend import KEYS, ROWS, SMALL, Group
+from refattn.core.selections import Lattice, Span
 from refattn.patterns import Pattern
 from refattn.records import Block
-from refattn.selections import Lattice, Span
 
 __all__ = ["Maker", "banded", "one_length", "some", "tiled"]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from refattn import attend, patterns, scores
+from refattn import patterns
 from refattn.arrays import (
     broadcast_leading,
     device,
@@ -31,8 +31,10 @@ from refattn.arrays import (
     to_namespace,
     to_numpy,
 )
+from refattn.core import attend
+from refattn.core import terms as scores
+from refattn.core.selections import Span
 from refattn.records import AttentionProblem, Block, Result
-from refattn.selections import Span
 
 __all__ = [
     "DIFFERENTIABLE",

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from refattn import attend
 from refattn.arrays import namespace, real
 from refattn.contraction import einsum
+from refattn.core import attend
+from refattn.core.terms import places_to_rows, rows_to_places
 from refattn.normalization import row_maximum
-from refattn.scores import places_to_rows, rows_to_places
 
 __all__ = ["Clusters"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from refattn.attention.transformer_xl_mistakes import Relative, differ, transformer_xl_mutations
+from refattn.mistakes.transformer_xl import Relative, differ, transformer_xl_mutations
 from refattn.records import Mutation, Result
 
 __all__ = ["compressive_mutations"]

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from refattn.attention.dense_mistakes import mutations_for
-from refattn.attention.key_sets import near_keys, other_keys, with_keys
+from refattn.definitions.key_sets import near_keys, other_keys, with_keys
+from refattn.mistakes.scaled_dot_product import mutations_for
 from refattn.records import Mutation
 
 __all__ = ["local_mutations"]

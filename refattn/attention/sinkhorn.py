@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 
-from refattn import attend
 from refattn.arrays import (
     broadcast_leading,
     namespace,
@@ -43,10 +42,11 @@ from refattn.arrays import (
     sum_to_shape,
 )
 from refattn.contraction import einsum
+from refattn.core import attend
+from refattn.core.options import require_scalar
 from refattn.cost import DIRECTIONS, itemsize, require_sizes
 from refattn.mechanism import function, mechanism
 from refattn.normalization import masked_softmax, masked_softmax_backward, row_maximum
-from refattn.options import require_scalar
 from refattn.records import Cost, Mutation, Result
 
 __all__ = ["sinkhorn", "sinkhorn_attention"]

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from refattn import patterns
-from refattn.attention.dense_mistakes import mutations_for
-from refattn.attention.dense_steps import Steps
-from refattn.attention.key_sets import as_mask, with_keys
+from refattn.definitions.key_sets import as_mask, with_keys
+from refattn.definitions.scaled_dot_product import Steps
+from refattn.mistakes.scaled_dot_product import mutations_for
 from refattn.records import Mutation, Result
 
 __all__ = ["margin", "topk_mutations"]

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from refattn import patterns
-from refattn.attention.dense_mistakes import mutations_for
-from refattn.attention.dense_steps import Steps
-from refattn.attention.key_sets import other_keys, sparse_keys
+from refattn.definitions.key_sets import other_keys, sparse_keys
+from refattn.definitions.scaled_dot_product import Steps
+from refattn.mistakes.scaled_dot_product import mutations_for
 from refattn.records import Mutation, Result
 
 __all__ = ["sparse_mutations"]

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from refattn.arrays import device, namespace, real, to_namespace
+from refattn.core.selections import Span, take_pairs
+from refattn.core.terms import add_pairs
 from refattn.normalization import row_maximum
 from refattn.records import AttentionProblem, Block
-from refattn.scores import add_pairs
-from refattn.selections import Span, take_pairs
 
 __all__ = [
     "Forward",

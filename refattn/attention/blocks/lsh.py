@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from refattn.arrays import device, namespace, real, require_integer, to_namespace
+from refattn.core.selections import Windows, take_order
+from refattn.core.terms import Term
 from refattn.records import Block
-from refattn.scores import Term
-from refattn.selections import Windows, take_order
 
 __all__ = ["Multiplicity", "Plan", "Units", "bucket_factors", "hash_buckets", "sort_buckets"]
 

@@ -1,6 +1,6 @@
 """What is done to a logit, as terms: each changes the logits of a block and takes its share of the cotangent back.
 
-``view`` is the block as the core sees it (``refattn.attend.View``).  Logits may be overwritten.  Each group of heads has
+``view`` is the block as the core sees it (``refattn.core.attend.View``).  Logits may be overwritten.  Each group of heads has
 accumulators of its own, which the core adds up in a fixed order.  A term that also uses the queries leaves its share of
 their cotangent in ``view.d_q``.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from refattn.arrays import device, is_complex, namespace, real, sum_to_shape, to_namespace
-from refattn.selections import take_pairs
+from refattn.core.selections import take_pairs
 
 __all__ = [
     "Alibi",

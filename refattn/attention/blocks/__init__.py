@@ -1,0 +1,1 @@
+"""How mechanisms that cut blocks of their own cut them."""

@@ -1,0 +1,1 @@
+"""Softmax attention over a problem, block by block: options, problem, blocks, terms, forward, backward."""

@@ -1,0 +1,1 @@
+"""The ways people get a mechanism wrong, as edits of its definition."""
