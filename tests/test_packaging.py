@@ -158,8 +158,8 @@ def test_forbidden_imports_are_seen():
     imports = list(imported_modules(ast.parse(EXAMPLE_OF_BAD_IMPORTS), "refattn.verification"))
     assert forbidden_imports("normalization", imports) == [
         "line 2: refattn (the whole package)",
-        "line 3: refattn.core.attend",
-        "line 5: refattn.cli.main",
+        "line 4: refattn.core.attend",
+        "line 6: refattn.cli.main",
     ]
 
 
