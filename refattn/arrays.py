@@ -25,9 +25,12 @@ __all__ = [
     "itemsize",
     "namespace",
     "real",
+    "require_array",
     "require_axes",
     "require_finite",
+    "require_flag",
     "require_integer",
+    "require_number",
     "require_one_of",
     "require_positive",
     "sum_to_shape",
@@ -36,6 +39,9 @@ __all__ = [
 ]
 
 _HALF = ("float16", "bfloat16", "float8")
+
+LARGEST = 1 << 48
+"""No array has as many elements: counts and offsets up to here can be added and multiplied by a few in int64."""
 
 
 def is_array(x: Any) -> bool:
@@ -165,6 +171,7 @@ def broadcast_leading(**arrays: Any) -> tuple[int, ...]:
     """Common leading shape of arrays given as ``name=(array, number of own axes)``."""
     result: tuple[int, ...] = ()
     for name, (x, keep) in arrays.items():
+        require_array(name, x, axes=keep)
         own = tuple(x.shape[: x.ndim - keep])
         try:
             result = np.broadcast_shapes(result, own)
@@ -200,6 +207,7 @@ def require_axes(sizes: dict[str, int] | None = None, /, **arrays: tuple[Any, st
     known = dict(sizes or {})
     origin: dict[str, str] = {}
     for name, (x, axes) in arrays.items():
+        require_array(name, x)
         letters = axes.split()
         shape = tuple(x.shape)
         free = letters[0] == "..."
@@ -221,36 +229,96 @@ def require_axes(sizes: dict[str, int] | None = None, /, **arrays: tuple[Any, st
     return known
 
 
-def require_integer(name: str, value: Any, *, minimum: int | None = None) -> int:
-    """The value as a Python int, or an error that names the argument."""
+def require_array(name: str, value: Any, *, axes: int = 0) -> None:
+    """Reject what is no array, or has fewer than ``axes`` axes."""
+    if not is_array(value):
+        raise TypeError(f"{name} is {_shown(value)}: expected an array")
+    if value.ndim < axes:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}: expected at least {axes} axes")
+
+
+def require_flag(name: str, value: Any) -> bool:
+    """True or False (NumPy's too) as a Python bool; numbers, strings and arrays are no flags."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is {_shown(value)}: expected True or False")
+    return bool(value)
+
+
+def require_integer(name: str, value: Any, *, minimum: int | None = None, maximum: int = LARGEST) -> int:
+    """The value as a Python int between ``minimum`` (default: -maximum) and ``maximum``."""
     try:
-        if isinstance(value, bool):
+        if isinstance(value, (bool, np.bool_)):
             raise TypeError
-        value = operator.index(value)
+        number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} is {value!r}: expected an integer") from None
-    if minimum is not None and value < minimum:
-        raise ValueError(f"{name} is {value}: expected at least {minimum}")
-    return value
+        raise TypeError(f"{name} is {_shown(value)}: expected an integer") from None
+    if minimum is not None and number < minimum:
+        raise ValueError(f"{name} is {number}: expected at least {minimum}")
+    if not -maximum <= number <= maximum:
+        raise ValueError(f"{name} is {number}: expected at most {maximum}")
+    return number
 
 
-def require_finite(name: str, value: Any) -> None:
-    """Reject NaN and infinity in a number or a 0-d array."""
-    x = complex(value) if is_array(value) and is_complex(value.dtype) else value
-    x = x if isinstance(x, complex) else float(x)
-    if not (math.isfinite(x.real) and math.isfinite(x.imag)):
-        raise ValueError(f"{name} is {value}: expected a finite number")
+def require_finite(name: str, value: Any) -> complex:
+    """A finite number, or a 0-d array of one, as a Python number (a complex one under complex step)."""
+    if is_array(value):
+        if value.ndim:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}: expected a number")
+        if not (is_integer(value.dtype) or is_real_floating(value.dtype) or is_complex(value.dtype)):
+            raise TypeError(f"{name} is {_shown(value)}: expected a number")
+        number = complex(value) if is_complex(value.dtype) else float(value)
+    elif isinstance(value, bool) or not isinstance(value, (int, float, complex)):
+        raise TypeError(f"{name} is {_shown(value)}: expected a number")
+    else:
+        try:
+            number = value if isinstance(value, complex) else float(value)
+        except OverflowError:
+            number = math.inf
+    if not (math.isfinite(number.real) and math.isfinite(number.imag)):
+        raise ValueError(f"{name} is {_shown(value)}: expected a finite number")
+    return number
+
+
+def require_number(
+    name: str,
+    value: Any,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+) -> float:
+    """A finite real number as a Python float, within the bounds (``above`` and ``below`` exclude their ends)."""
+    number = require_finite(name, value)
+    if isinstance(number, complex):
+        raise TypeError(f"{name} is {_shown(value)}: expected a real number")
+    if minimum is not None and number < minimum:
+        raise ValueError(f"{name} is {_shown(value)}: expected at least {minimum}")
+    if above is not None and number <= above:
+        raise ValueError(f"{name} is {_shown(value)}: expected a number above {above}")
+    if maximum is not None and number > maximum:
+        raise ValueError(f"{name} is {_shown(value)}: expected at most {maximum}")
+    if below is not None and number >= below:
+        raise ValueError(f"{name} is {_shown(value)}: expected a number below {below}")
+    return number
 
 
 def require_positive(name: str, value: Any) -> None:
-    """Reject a number that is not finite and above zero."""
-    require_finite(name, value)
-    x = value.real if isinstance(value, complex) else float(real(value) if is_array(value) else value)
-    if not x > 0:
+    """Reject what is no finite number above zero (the real part decides under complex step)."""
+    if not require_finite(name, value).real > 0:
         raise ValueError(f"{name} is {value}: expected a number above 0")
 
 
 def require_one_of(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Reject a value that is not among the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}: expected one of {', '.join(map(repr, choices))}")
+    """Reject a value that is not among the choices (strings, numbers, None)."""
+    plain = value is None or isinstance(value, (str, int, float, np.generic))
+    if not plain or not any(isinstance(value, bool) == isinstance(x, bool) and value == x for x in choices):
+        raise ValueError(f"{name} is {_shown(value)}: expected one of {', '.join(map(repr, choices))}")
+
+
+def _shown(value: Any) -> str:
+    """The value for a message: an array by its dtype and shape, anything long cut."""
+    if is_array(value) and (value.ndim or isinstance(value, np.ndarray)):
+        return f"an array {dtype_name(value.dtype)}{tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"a {type(value).__name__} {text[:60]}..."

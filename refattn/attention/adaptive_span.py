@@ -87,7 +87,6 @@ class _Problem:
         if scale is None:
             self.scale = self.d**-0.5 if self.d else 1.0
         else:
-            options.require_scalar("scale", scale)
             require_finite("scale", scale)
             self.scale = xp.reshape(scale, ()) if is_array(scale) else scale
         self.span = self._span(given["span"])

@@ -27,7 +27,6 @@ import numpy as np
 
 from refattn.arrays import broadcast_leading, require_axes, require_finite, require_one_of, sum_to_shape
 from refattn.contraction import einsum
-from refattn.core.options import require_scalar
 from refattn.cost import DIRECTIONS, itemsize, require_sizes
 from refattn.mechanism import mechanism
 from refattn.normalization import masked_softmax, masked_softmax_backward
@@ -72,7 +71,6 @@ def forward(q: Any, k: Any, v: Any, *, e_k: Any, e_v: Any, scale: Any = None) ->
     if scale is None:
         scale = max(1, sizes["d"]) ** -0.5
     else:
-        require_scalar("scale", scale)
         require_finite("scale", scale)
     keys = einsum("kn,...hkd->...hnd", e_k, k)
     values = einsum("kn,...hke->...hne", e_v, v)

@@ -43,7 +43,6 @@ from refattn.arrays import (
 )
 from refattn.contraction import einsum
 from refattn.core import attend
-from refattn.core.options import require_scalar
 from refattn.cost import DIRECTIONS, itemsize, require_sizes
 from refattn.mechanism import function, mechanism
 from refattn.normalization import masked_softmax, masked_softmax_backward, row_maximum
@@ -276,12 +275,10 @@ def forward(
         )
     lead = broadcast_leading(q=(q, 3), k=(k, 3), v=(v, 3), sort_logits=(sort_logits, 3))
     iterations, causal = _checked("sort_logits", sort_logits, iterations, causal)
-    require_scalar("temperature", temperature)
     require_positive("temperature", temperature)
     if scale is None:
         scale = max(1, sizes["d"]) ** -0.5
     else:
-        require_scalar("scale", scale)
         require_finite("scale", scale)
     xp = namespace(q, k, v)
     scores = sort_logits

@@ -25,7 +25,9 @@ from refattn.arrays import (
     is_bool,
     is_integer,
     namespace,
+    require_array,
     require_finite,
+    require_flag,
     require_one_of,
     require_positive,
     to_namespace,
@@ -43,10 +45,8 @@ __all__ = [
     "offsets",
     "per_batch",
     "prepare",
-    "require_array",
     "require_broadcast",
     "require_mask",
-    "require_scalar",
     "takes",
 ]
 
@@ -268,6 +268,10 @@ def prepare(
             hint = f"; did you mean {near[0]!r}?" if near else f"; they are {', '.join(SHARED)}"
             raise TypeError(f"{name!r} is no option of softmax attention{hint}")
     options = {**SHARED, **options}
+    for name in ("causal", "softcap_after_bias", "lse_includes_sinks", "keep_weights"):
+        options[name] = require_flag(name, options[name])
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        require_array(name, x)
     xp = namespace(q, k, v)
     for name, x, axes in (("q", q, "h q d"), ("k", k, "g k d"), ("v", v, "g k e")):
         if x.ndim < 3:
@@ -295,7 +299,6 @@ def prepare(
     if scale is None:
         scale = d**-0.5 if d else 1.0
     else:
-        require_scalar("scale", scale)
         require_finite("scale", scale)
 
     def spread(name: str, x: Any) -> Any:
@@ -319,7 +322,6 @@ def prepare(
         terms.append(scores.ScoreMod(options["score_mod"]))
     cap = options["softcap"]
     if cap is not None:
-        require_scalar("softcap", cap)
         require_positive("softcap", cap)
         cap = scores.SoftCap(
             xp.asarray(cap, dtype=q.dtype, device=device(q)) if not is_array(cap) else xp.reshape(cap, ())
@@ -380,14 +382,14 @@ def prepare(
         visibility=visibility,
         blocks=own_blocks,
         sinks=sinks,
-        lse_includes_sinks=bool(options["lse_includes_sinks"]),
+        lse_includes_sinks=options["lse_includes_sinks"],
         dropout=dropout,
         rows=rows,
         tile=_tile(algorithm, options["keep_weights"], layout.r, n_q, n_k),
         apart=apart,
     )
     if extra_keys:
-        problem = _with_extra_keys(problem, extra_keys, xp, whole=bool(options["keep_weights"]))
+        problem = _with_extra_keys(problem, extra_keys, xp, whole=options["keep_weights"])
     prepared = Prepared(problem, backend, shape, layout)
     prepared.given = given
     return prepared
@@ -489,11 +491,8 @@ def _visibility(
     parts = []
     rows = None
     place = int(offset[0]) if offset.size == 1 else offset
-    if options["causal"] is not False and options["causal"] is not None:
-        if options["causal"] is not True and not isinstance(options["causal"], np.bool_):
-            raise TypeError(f"causal is {options['causal']!r}: expected True or False")
-        if options["causal"]:
-            parts.append(patterns.causal(align=place))
+    if options["causal"]:
+        parts.append(patterns.causal(align=place))
     if options["window"] is not None and tuple(options["window"]) != (None, None):
         left, right = options["window"]
         parts.append(patterns.window(left, right, align=place))
@@ -556,21 +555,6 @@ def _dropout(options: dict[str, Any], spread: Callable[[str, Any], Any]) -> tupl
     if not is_array(mask) or not is_bool(mask.dtype):
         raise TypeError("dropout_mask: expected a bool array, True = kept")
     return spread("dropout_mask", mask), 1.0 / (1.0 - float(rate))
-
-
-def require_scalar(name: str, value: Any) -> None:
-    """Reject what is neither a number nor a 0-d array."""
-    if is_array(value):
-        if value.ndim:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}: expected a number")
-    elif isinstance(value, bool) or not isinstance(value, (int, float, complex)):
-        raise TypeError(f"{name} is {value!r}: expected a number")
-
-
-def require_array(name: str, value: Any) -> None:
-    """Reject what is no array."""
-    if not is_array(value):
-        raise TypeError(f"{name} is {value!r}: expected an array")
 
 
 def require_mask(mask: Any, shape: tuple[int, ...]) -> None:
