@@ -9,21 +9,15 @@ import numpy as np
 from refattn import arrays
 from refattn.mechanism import Mechanism, mechanisms
 from refattn.verification.candidate import Call, Candidate, Outcome, open_candidate
-from refattn.verification.compare import (
-    Judgement,
-    Question,
-    ReferenceNaNError,
-    Truth,
-    judge,
-    ratio,
-    truth_of,
-)
 from refattn.verification.conventions import Conventions, UsageError
 from refattn.verification.diagnose import Case, explain
 from refattn.verification.probes import CONVENTIONS, Probe
 from refattn.verification.probes import probes as designed_probes
 from refattn.verification.properties import check_properties
+from refattn.verification.question import Question
 from refattn.verification.report import Report, Row
+from refattn.verification.truth import ReferenceNaNError, Truth, truth_of
+from refattn.verification.verdict import Judgement, judge, ratio
 
 __all__ = ["Conventions", "ReferenceNaNError", "Report", "UsageError", "assert_matches", "verify"]
 

@@ -18,8 +18,9 @@ from refattn.mechanism import Mechanism
 from refattn.precision import unit_roundoff
 from refattn.records import Mutation
 from refattn.verification import conventions as conventions_
-from refattn.verification.compare import THRESHOLDS, Judgement, Truth, counted, passes, ratio, statistics
 from refattn.verification.conventions import Conventions
+from refattn.verification.truth import Truth
+from refattn.verification.verdict import THRESHOLDS, Judgement, counted, passes, ratio, statistics
 
 __all__ = ["Case", "Hypothesis", "explain", "hypotheses"]
 

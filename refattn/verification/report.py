@@ -15,7 +15,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import refattn
-from refattn.verification.compare import THRESHOLDS, Judgement
+from refattn.verification.verdict import THRESHOLDS, Judgement
 
 __all__ = ["SCHEMA_VERSION", "Report", "Row"]
 

@@ -6,9 +6,11 @@ import pytest
 import refattn as ra
 from refattn.mechanism import Mechanism
 from refattn.records import Cost, Result
-from refattn.verification.compare import THRESHOLDS, Question, counted, passes, ratio, statistics, truth_of
 from refattn.verification.conventions import Conventions
 from refattn.verification.probes import CONVENTIONS, probes, storage_dtype
+from refattn.verification.question import Question
+from refattn.verification.truth import truth_of
+from refattn.verification.verdict import THRESHOLDS, counted, passes, ratio, statistics
 
 DENSE = ra.scaled_dot_product_attention
 

@@ -5,10 +5,12 @@ import pytest
 from verification.kernels import attention
 
 import refattn as ra
-from refattn.verification import compare
-from refattn.verification.compare import THRESHOLDS, Question, ReferenceNaNError, judge, locate, truth_of
 from refattn.verification.conventions import Conventions
+from refattn.verification.locate import axes_of, locate
 from refattn.verification.probes import CONVENTIONS, probes
+from refattn.verification.question import Question
+from refattn.verification.truth import ReferenceNaNError, truth_of
+from refattn.verification.verdict import FEW, THRESHOLDS, judge
 
 DENSE = ra.scaled_dot_product_attention
 RIGHT = ({"tile": 16}, {"tile": 128, "round_weights": False}, {"tile": 7})
@@ -62,7 +64,7 @@ def test_calibration(dtype):
             for name, x in answered(question, *attention(**change)).items():
                 j = judge(name, x, truth)
                 assert j.ok, f"{probe.name} {name}: {j.says}"
-                median = j.median if truth.values[name].size >= compare.FEW else 0.0
+                median = j.median if truth.values[name].size >= FEW else 0.0
                 seen[j.bound] = (max(seen[j.bound][0], j.maximum), max(seen[j.bound][1], median))
     print(dtype, seen)
     for kind, (largest, median) in seen.items():
@@ -165,7 +167,7 @@ def test_locate_names_heads_rows_and_tiles():
 
 
 def test_axis_letters():
-    assert compare.axes_of("d_bias", 3) == ["h", "q", "k"]
-    assert compare.axes_of("output", 5) == ["b0", "b", "h", "q", "e"]
-    assert compare.axes_of("d_sinks", 1) == ["h"]
-    assert compare.axes_of("memory", 2) == ["axis0", "axis1"]
+    assert axes_of("d_bias", 3) == ["h", "q", "k"]
+    assert axes_of("output", 5) == ["b0", "b", "h", "q", "e"]
+    assert axes_of("d_sinks", 1) == ["h"]
+    assert axes_of("memory", 2) == ["axis0", "axis1"]

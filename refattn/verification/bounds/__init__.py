@@ -1,0 +1,1 @@
+"""How far rounding alone may take each array from the truth."""
