@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _is_usage(error: Exception) -> bool:
     if isinstance(error, _Usage):
         return True
-    conventions = sys.modules.get("refattn.verification.conventions")
-    return conventions is not None and isinstance(error, conventions.UsageError)
+    errors = sys.modules.get("refattn.verification.errors")
+    return errors is not None and isinstance(error, errors.UsageError)
 
 
 # ---------------------------------------------------------------------- arguments

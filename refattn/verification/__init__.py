@@ -9,9 +9,9 @@ import numpy as np
 from refattn import arrays
 from refattn.mechanism import Mechanism, mechanisms
 from refattn.verification.candidate import Call, Candidate, Outcome, open_candidate
-from refattn.verification.conventions import Conventions, UsageError
+from refattn.verification.conventions import CONVENTION_OPTIONS, Conventions, UsageError
 from refattn.verification.diagnose import Case, explain
-from refattn.verification.probes import CONVENTIONS, Probe
+from refattn.verification.probes import Probe
 from refattn.verification.probes import probes as designed_probes
 from refattn.verification.properties import check_properties
 from refattn.verification.question import Question
@@ -23,7 +23,6 @@ __all__ = ["Conventions", "ReferenceNaNError", "Report", "UsageError", "assert_m
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 SECONDS, BYTES = 30.0, 4 << 30
-_CRASHES = ("crash", "timeout", "memory")
 
 
 def verify(
@@ -168,7 +167,7 @@ class _Session:
     ) -> None:
         self.candidate, self.mechanism, self.dtypes, self.gradients = candidate, mechanism, dtypes, gradients
         self.fixed, self.backend, self.progress = fixed, backend, progress
-        self.takes = frozenset(n for n in CONVENTIONS if candidate.takes(n))
+        self.takes = frozenset(n for n in CONVENTION_OPTIONS if candidate.takes(n))
         self.rows: list[Row] = []
         self.cases: list[Case] = []
         self.notes: list[str] = []

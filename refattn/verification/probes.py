@@ -27,11 +27,9 @@ import numpy as np
 
 from refattn import arrays
 from refattn.mechanism import Mechanism
+from refattn.verification.conventions import CONVENTION_OPTIONS
 
-__all__ = ["CONVENTIONS", "Probe", "probes", "storage_dtype"]
-
-CONVENTIONS = ("align", "head_map", "softcap_after_bias", "lse_includes_sinks")
-"""Arguments that say what is by design: they never decide whether a probe runs."""
+__all__ = ["Probe", "probes", "storage_dtype"]
 
 LONGEST = 200
 """Positions of a sequence that is queries and keys alike: its pairs are the square."""
@@ -88,7 +86,7 @@ class Probe:
     @property
     def options(self) -> tuple[str, ...]:
         """Names of the options used, conventions left out: what a candidate must be able to take."""
-        return tuple(n for n in self.arguments if n not in self.positional and n not in CONVENTIONS)
+        return tuple(n for n in self.arguments if n not in self.positional and n not in CONVENTION_OPTIONS)
 
     @property
     def shapes(self) -> dict[str, bool]:

@@ -12,7 +12,8 @@ import numpy as np
 from refattn import precision
 from refattn.mechanism import Mechanism
 from refattn.verification.candidate import Call, Outcome
-from refattn.verification.probes import CONVENTIONS, storage_dtype
+from refattn.verification.conventions import CONVENTION_OPTIONS
+from refattn.verification.probes import storage_dtype
 
 __all__ = ["check_properties"]
 
@@ -40,7 +41,7 @@ def check_properties(
         return []
     found = []
     for name, says, calls, equal in _relations(np.random.default_rng(7), dtype):
-        options = {n for _, more in calls for n in more} - set(CONVENTIONS)
+        options = {n for _, more in calls for n in more} - set(CONVENTION_OPTIONS)
         if not options <= set(mechanism._options) or not accepts(tuple(sorted(options))):
             continue
         asked = [

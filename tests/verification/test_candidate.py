@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import refattn as ra
-from refattn.verification import exchange
-from refattn.verification.candidate import Call, UsageError, open_candidate, uses_refattn
+from refattn.verification.candidate import Call, UsageError, files, open_candidate, uses_refattn
 from refattn.verification.conventions import (
     PRESETS,
     gradients_open,
@@ -457,7 +456,7 @@ def record(path, call, outcome, layout, metadata=None, prefix=("", "")):
     tensors.update({prefix[1] + n: x.transpose(turn) if x.ndim == 4 else x for n, x in outcome.fields.items()})
     tensors.update({f"d_{n}": x.transpose(turn) if x.ndim == 4 else x for n, x in call.cotangents.items()})
     tensors.update({f"d_{n}": x.transpose(turn) for n, x in outcome.gradients.items()})
-    exchange.write_tensors(path, tensors, metadata or {})
+    files.write_tensors(path, tensors, metadata or {})
 
 
 def test_recorded_call(tmp_path):
@@ -483,12 +482,10 @@ def test_recorded_calls_that_hold_too_little(tmp_path):
     path.write_bytes(b"rubbish")
     with pytest.raises(UsageError, match="not a safetensors file"):
         open_candidate(str(path), SDPA)
-    exchange.write_tensors(path, {"q": np.zeros((1, 1, 2, 2))})
+    files.write_tensors(path, {"q": np.zeros((1, 1, 2, 2))})
     with pytest.raises(UsageError, match="output"):
         open_candidate(str(path), SDPA)
-    exchange.write_tensors(
-        path, {n: np.zeros((1, 1, 2, 2)) for n in ("q", "k", "v", "output")}, {"options": '{"cap": 1}'}
-    )
+    files.write_tensors(path, {n: np.zeros((1, 1, 2, 2)) for n in ("q", "k", "v", "output")}, {"options": '{"cap": 1}'})
     with pytest.raises(UsageError, match="cap"):
         open_candidate(str(path), SDPA)
 

@@ -6,8 +6,8 @@ import pytest
 import refattn as ra
 from refattn.mechanism import Mechanism
 from refattn.records import Cost, Result
-from refattn.verification.conventions import Conventions
-from refattn.verification.probes import CONVENTIONS, probes, storage_dtype
+from refattn.verification.conventions import CONVENTION_OPTIONS, Conventions
+from refattn.verification.probes import probes, storage_dtype
 from refattn.verification.question import Question
 from refattn.verification.truth import truth_of
 from refattn.verification.verdict import THRESHOLDS, counted, passes, ratio, statistics
@@ -24,7 +24,7 @@ def question(probe, dtype, wrt=()):
     arguments, cotangents = probe.stored(dtype)
     arrays = {n: arguments[n] for n in probe.positional}
     options = {n: x for n, x in arguments.items() if n not in probe.positional}
-    takes = frozenset(CONVENTIONS)
+    takes = frozenset(CONVENTION_OPTIONS)
     return Question(DENSE, arrays, options, cotangents if wrt else {}, wrt, dtype, Conventions(), takes)
 
 

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from refattn import arrays
-from refattn.verification.conventions import Unsupported, UsageError
+from refattn.verification.errors import Unsupported, UsageError
 
 __all__ = ["FRAMEWORKS", "Framework", "framework"]
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import refattn as ra
-from refattn.verification import exchange, isolate
-from refattn.verification.candidate import Call, UsageError, open_candidate
+from refattn.verification.candidate import Call, UsageError, files, open_candidate, process
 
 SDPA = ra.scaled_dot_product_attention
 
@@ -176,14 +175,14 @@ def test_resident_size_is_watched(tmp_path):
     script = tmp_path / "eat.py"
     script.write_text("import time\nx = bytearray(300 << 20)\ntime.sleep(30)\n")
     start = time.monotonic()
-    reply = isolate.run_program([sys.executable, str(script)], 20, 100 << 20, tmp_path / "log")
+    reply = process.run_program([sys.executable, str(script)], 20, 100 << 20, tmp_path / "log")
     assert reply.status == "memory"
     assert time.monotonic() - start < 10
 
 
 def test_programs_end_in_words(tmp_path):
     def run_code(code, seconds=10.0):
-        return isolate.run_program([sys.executable, "-c", code], seconds, 1 << 30, tmp_path / "log")
+        return process.run_program([sys.executable, "-c", code], seconds, 1 << 30, tmp_path / "log")
 
     assert run_code("raise SystemExit(3)").body == {"status": 3}
     shot = run_code(f"import os; os.kill(os.getpid(), {int(signal.SIGABRT)})")
@@ -263,18 +262,18 @@ def test_targets_that_do_not_load(kernels, tmp_path, target, says):
 def test_safetensors_files_are_ordinary_ones(tmp_path):
     safetensors = pytest.importorskip("safetensors")
     x = np.arange(6, dtype=np.float32).reshape(2, 3).T
-    exchange.write_tensors(tmp_path / "a", {"x": x, "flag": np.array(True)}, {"note": "1"})
+    files.write_tensors(tmp_path / "a", {"x": x, "flag": np.array(True)}, {"note": "1"})
     with safetensors.safe_open(tmp_path / "a", framework="numpy") as file:
         assert file.metadata() == {"note": "1"}
         assert (file.get_tensor("x") == x).all()
-    tensors, metadata = exchange.read_tensors(tmp_path / "a")
+    tensors, metadata = files.read_tensors(tmp_path / "a")
     assert metadata == {"note": "1"}
     assert tensors["flag"].shape == ()
     (tmp_path / "b").write_bytes(b"no such thing")
     with pytest.raises(ValueError, match="not a safetensors file"):
-        exchange.read_tensors(tmp_path / "b")
+        files.read_tensors(tmp_path / "b")
     with pytest.raises(TypeError, match="complex128"):
-        exchange.write_tensors(tmp_path / "c", {"x": np.zeros(2, complex)})
+        files.write_tensors(tmp_path / "c", {"x": np.zeros(2, complex)})
 
 
 @pytest.mark.parametrize(
@@ -294,7 +293,7 @@ def test_safetensors_files_are_ordinary_ones(tmp_path):
 def test_clone_is_equal_in_every_respect(make):
     x = make(np.arange(24.0).reshape(2, 3, 4))
     x = np.asarray(x)
-    y = exchange.clone(x)
+    y = files.clone(x)
     assert (x == y).all()
     assert x.dtype == y.dtype
     assert x.size == 0 or (x.strides, x.flags.writeable) == (y.strides, y.flags.writeable)

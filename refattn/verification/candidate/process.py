@@ -1,6 +1,6 @@
 """A child process that runs a candidate under a time and a memory limit, and outlives none of its mistakes.
 
-:class:`Child` starts a fresh interpreter (no fork), in which :func:`serve` loads the candidate and answers one request
+:class:`Child` starts a fresh interpreter (no fork), in which :mod:`child` loads the candidate and answers one request
 per line of JSON on its standard input; arrays travel in safetensors files of a temporary folder.  What the candidate prints
 goes to a log, whose end is shown when the process dies.
 
@@ -14,7 +14,6 @@ goes to a log, whose end is shown when the process dies.
 
 import contextlib
 import dataclasses
-import faulthandler
 import json
 import os
 import queue
@@ -26,9 +25,9 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-__all__ = ["LOAD_SECONDS", "Child", "LoadError", "Reply", "run_program", "serve"]
+__all__ = ["LOAD_SECONDS", "Child", "LoadError", "Reply", "exit_words", "run_program"]
 
 LOAD_SECONDS = 180.0
 """Time for starting the interpreter and importing the candidate (and, with it, perhaps a large library)."""
@@ -121,7 +120,7 @@ class Child:
     Parameters
     ----------
     load
-        What ``refattn.verification.candidate.load_adapter`` needs, JSON-able.
+        What ````targets.load_adapter```` needs, JSON-able.
 
     Raises
     ------
@@ -134,7 +133,7 @@ class Child:
         self.folder = Path(self._folder.name)
         # The child finds packages where this process does; -P keeps its working directory from shadowing them.
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        argv = [sys.executable, "-P", "-c", "from refattn.verification.isolate import serve; serve()"]
+        argv = [sys.executable, "-P", "-c", "from refattn.verification.candidate.child import serve; serve()"]
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._watched = _Watched(argv, self.folder / "log.txt", env, **streams)
         self._answers: queue.Queue[bytes] = queue.Queue()
@@ -221,67 +220,3 @@ def run_program(argv: Sequence[str], seconds: float, limit: int, log: Path) -> R
             return Reply("ok", body={"status": code}, log=watched.tail())
     finally:
         watched.close()
-
-
-# ---------------------------------------------------------------------- in the child
-
-
-def serve() -> None:
-    """Answer requests until the standard input ends: first ``load``, then any number of ``call``."""
-    requests = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what the candidate prints belongs to the log
-    faulthandler.enable()
-    with contextlib.suppress(ImportError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    from refattn.verification import candidate
-
-    adapter: Any = None
-    loaded_size = 0
-    for line in requests:
-        request = json.loads(line)
-        faulthandler.dump_traceback_later(request["seconds"], exit=True)
-        if adapter is None:
-            try:
-                adapter = candidate.load_adapter(request["load"])
-                answer = {"loaded": adapter.description()}
-            except candidate.UsageError as error:
-                answer = {"failed": str(error)}
-            loaded_size = _address_space()
-        else:
-            with _address_limit(loaded_size, request["bytes"] if adapter.limits_address_space else None):
-                answer = adapter.answer(Path(request["call"]), Path(request["outcome"]))
-        faulthandler.cancel_dump_traceback_later()
-        _send(answers, answer)
-
-
-def _send(stream: IO[bytes], answer: dict[str, Any]) -> None:
-    stream.write(json.dumps(answer).encode() + b"\n")
-    stream.flush()
-
-
-def _address_space() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE
-    except OSError:
-        return 0
-
-
-@contextlib.contextmanager
-def _address_limit(start: int, limit: int | None) -> Any:
-    """Let the address space grow to ``start`` + ``limit`` bytes, where the system can say so."""
-    if limit is None or not start:
-        yield
-        return
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = start + limit if hard == resource.RLIM_INFINITY else min(start + limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

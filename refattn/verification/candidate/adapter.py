@@ -1,0 +1,441 @@
+"""The adapter: how a loaded candidate is called (names, axis order, framework), and its answer read."""
+
+import contextlib
+import dataclasses
+import inspect
+import time
+import traceback
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import array_api_compat
+import numpy as np
+
+from refattn.verification.candidate import files
+from refattn.verification.candidate.calls import Call, Outcome, read_call, write_outcome
+from refattn.verification.candidate.frameworks import Framework, framework
+from refattn.verification.candidate.independence import libraries_of, root, uses_refattn
+from refattn.verification.candidate.signature import Acceptance, Signature
+from refattn.verification.conventions import (
+    CONVENTION_OPTIONS,
+    LSE_SWITCHES,
+    PRESETS,
+    Conventions,
+    Preset,
+    detect,
+    resolve,
+    settle,
+)
+from refattn.verification.errors import Unsupported, UsageError
+
+__all__ = ["Adapter"]
+
+_HEAD_ARRAYS = ("q_global", "k_global", "v_global")  # options with axes (b, h, l, d), beside the positional arrays
+_MEMORY_WORDS = ("can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "RESOURCE_EXHAUSTED")
+_TRACEBACK = 4000
+
+
+class Adapter:
+    """A loaded candidate: takes a Call, returns an Outcome.  Lives in this process or in the child.
+
+    Parameters
+    ----------
+    function, backward
+        The candidate, and its backward ``backward(d_output, q, k, v, **options)`` or None.
+    positional
+        Names of the mechanism's positional arrays.
+    mechanism, framework, layout, rename, supports, conventions
+        As in ``verify``; None where the user said nothing.
+    built_in
+        Names of options that the candidate was built with.
+    independent
+        True unless something is known; None: nobody can tell, and its code is not looked at.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        backward: Callable[..., Any] | None = None,
+        *,
+        mechanism: str,
+        positional: Sequence[str],
+        name: str = "",
+        framework: str | None = None,
+        layout: str | None = None,
+        rename: Mapping[str, str] | None = None,
+        supports: Sequence[str] | None = None,
+        conventions: Any = None,
+        built_in: Sequence[str] = (),
+        independent: bool | None = True,
+    ) -> None:
+        if not callable(function):
+            raise UsageError(f"{name or function!r} is not callable")
+        if backward is not None and not callable(backward):
+            raise UsageError(f"backward {backward!r} is not callable")
+        self.function, self.backward, self.positional = function, backward, tuple(positional)
+        self.name = name or _name_of(function)
+        found_out = independent is not None and (uses_refattn(function) or uses_refattn(backward))
+        self.independent = False if found_out else independent
+        self.signature = Signature.of(function, len(self.positional))
+        declared = resolve(conventions)
+        self.preset, self.notes = self._find_preset(mechanism, declared, bool(rename))
+        self.conventions = declared
+        if self.preset is not None and declared.preset is None:
+            self.conventions = dataclasses.replace(self.preset.conventions, **declared.declared())
+        self.framework_name, self.framework = self._choose_framework(framework)
+        self.layout = self._choose_layout(layout)
+        self.acceptance = Acceptance(
+            names=self._option_names(),
+            any=self.signature is not None and self.signature.any,
+            preset=self.preset.name if self.preset else None,
+            rename=dict(rename or {}),
+            supports=None if supports is None else tuple(supports),
+            built_in=tuple(built_in),
+        )
+        self.backward_signature = None if backward is None else Signature.of(backward, len(self.positional) + 1)
+
+    # ------------------------------------------------------------------ what it is
+
+    def _find_preset(self, mechanism: str, declared: Conventions, renamed: bool) -> tuple[Preset | None, list[str]]:
+        """The preset whose signature the candidate has, and how it was found."""
+        self._library = _library_function(self.function)
+        if mechanism != "scaled_dot_product_attention":
+            return None, []
+        if self._library:
+            return PRESETS[self._library], [f"called as {PRESETS[self._library].says}"]
+        explicit = PRESETS[declared.preset] if declared.preset else None
+        if renamed:
+            return None, []
+        if self.signature is None:
+            return explicit, []
+        names = self._all_names()
+        if explicit is not None and explicit.speaks(names):
+            return explicit, [f"called as {explicit.says}"]
+        found = detect(names)
+        if found is None:
+            return None, []
+        return PRESETS[found], [f"its parameter names are those of {PRESETS[found].says}; called that way"]
+
+    def _all_names(self) -> list[str]:
+        with contextlib.suppress(TypeError, ValueError):
+            return list(inspect.signature(self.function).parameters)
+        return []
+
+    def _option_names(self) -> tuple[str, ...] | None:
+        if self.signature is not None:
+            return tuple(self.signature.names)
+        return self.preset.parameters if self.preset else None
+
+    def _choose_framework(self, asked: str | None) -> tuple[str, Framework]:
+        if self._library and self.preset is not None and (asked or "").partition(":")[0] != self.preset.framework:
+            if asked is not None:
+                self.notes.append(f"{self.preset.says} takes {self.preset.framework} arrays, not {asked}")
+            asked = self.preset.framework
+        if asked is None and self.preset is not None and self.preset.framework in libraries_of(self.function):
+            asked = self.preset.framework
+        asked = asked or "numpy"
+        return asked, framework(asked)
+
+    def _choose_layout(self, asked: str | None) -> str:
+        if self.preset is not None and (asked is None or self._library):
+            return self.preset.layout
+        layout = asked or "bhld"
+        if sorted(layout) != sorted("bhld"):
+            raise UsageError(f"layout is {layout!r}: expected 'bhld' or a permutation of it")
+        return layout
+
+    @property
+    def limits_address_space(self) -> bool:
+        """Whether RLIMIT_AS makes sense: a GPU driver maps far more than it uses."""
+        return self.framework_name in ("numpy", "torch", "jax")
+
+    def description(self) -> dict[str, Any]:
+        """What the other process has to know, JSON-able."""
+        return {
+            "name": self.name,
+            "framework": self.framework_name,
+            "layout": self.layout,
+            "conventions": self.conventions.declared(),
+            "acceptance": dataclasses.asdict(self.acceptance),
+            "has_backward": self.backward is not None or self.framework.differentiates,
+            "explicit_backward": self.backward is not None,
+            "independent": self.independent,
+            "notes": self.notes,
+        }
+
+    # ------------------------------------------------------------------ a call
+
+    def invoke(self, call: Call) -> Outcome:
+        """Run one call; every exception of the candidate becomes an Outcome."""
+        outcome = self._invoke(call, writeable=False)
+        if outcome.status == "error" and self.framework_name == "numpy" and _complains_of_read_only(outcome.message):
+            again = self._invoke(call, writeable=True)
+            if again.mutated:
+                return again
+            says = f"cannot take read-only arrays, though it changes none: {outcome.message}"
+            return dataclasses.replace(outcome, message=says)
+        return outcome
+
+    def _invoke(self, call: Call, *, writeable: bool) -> Outcome:
+        clock = _Clock()
+        try:
+            return self._run(call, writeable, clock)
+        except NotImplementedError as error:
+            return Outcome("unsupported", message=str(error) or "NotImplementedError", seconds=clock.seconds)
+        except MemoryError as error:
+            return Outcome("memory", message=f"MemoryError: {error}", traceback=_traceback(), seconds=clock.seconds)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            message = f"{type(error).__name__}: {error}"
+            if self.signature is None and isinstance(error, TypeError) and "keyword" in str(error):
+                return Outcome("unsupported", message=message, seconds=clock.seconds)
+            memory = any(words.lower() in str(error).lower() for words in _MEMORY_WORDS)
+            return Outcome(
+                "memory" if memory else "error", message=message, traceback=_traceback(), seconds=clock.seconds
+            )
+
+    def _run(self, call: Call, writeable: bool, clock: "_Clock") -> Outcome:
+        options = self.admitted(call.options)
+        q, v = call.arrays.get("q"), call.arrays.get("v")
+        if self.conventions.channels == "equal" and q is not None and v is not None and q.shape[-1] != v.shape[-1]:
+            raise Unsupported("it wants as many value channels as query channels")
+        given = {**call.arrays, **options}
+        original = {n: self.turn_in(n, x) for n, x in given.items() if isinstance(x, np.ndarray)}
+        writeable = writeable or self.framework_name != "numpy"  # NumPy alone knows read-only memory
+        host = {n: files.clone(x, writeable=writeable) for n, x in original.items()}
+        cotangents = dict(call.cotangents or {})
+        if self.conventions.lse_gradient is False:
+            cotangents.pop("lse", None)
+        cotangents = {n: np.array(self.result_in(n, x), order="C") for n, x in cotangents.items()}
+        x64 = any(x.dtype == np.float64 for x in host.values())
+        with self.framework.scope(x64):
+            handed = {n: self.framework.bring(host[n]) if n in host else x for n, x in given.items()}
+
+            def timed(values: dict[str, Any]) -> dict[str, Any]:
+                with clock:
+                    return self._fields(values)
+
+            # Compiled as a whole, JAX's own function takes a second for what takes ten operation by operation.
+            function = self.framework.compiled(timed) if self._library else timed
+            gradients: dict[str, Any] = {}
+            applied: tuple[str, ...] = ()
+            remark = ""
+            if not cotangents or not call.wrt:
+                fields = function(handed)
+            elif self.backward is not None:
+                fields = function(handed)
+                gradients, applied, remark = self._explicit_backward(handed, cotangents)
+            else:
+                try:
+                    fields, gradients, applied, remark = self.framework.run(function, handed, call.wrt, cotangents)
+                except NotImplementedError as error:
+                    fields = function(handed)
+                    remark = f"backward: {str(error) or 'NotImplementedError'}"
+            back = {n: self.result_out(n, self._back(n, x)) for n, x in fields.items()}
+            pulled = {
+                n: self.turn_out(n, self._back(f"the gradient of {n}", g))
+                for n, g in gradients.items()
+                if n in call.wrt
+            }
+            mutated = tuple(n for n in host if not self.framework.unchanged(handed[n], host[n], original[n]))
+        return Outcome(
+            "ok", back, pulled, remark, mutated=mutated, seconds=clock.seconds, cotangents=applied if pulled else ()
+        )
+
+    def admitted(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options that are handed over; Unsupported if one cannot be."""
+        admitted = settle(options, self.conventions, self.acceptance.takes)
+        for name in CONVENTION_OPTIONS:
+            if name in admitted and not self.acceptance.takes(name):
+                del admitted[name]
+        for name in list(admitted):
+            if name in self.acceptance.built_in:
+                del admitted[name]
+            elif name not in CONVENTION_OPTIONS and (reason := self.acceptance.refusal(name)):
+                raise Unsupported(reason)
+        return admitted
+
+    def _call_arguments(
+        self, handed: Mapping[str, Any], signature: "Signature | None"
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments as the candidate wants them."""
+        arrays = {n: handed[n] for n in self.positional if n in handed}
+        options = {n: x for n, x in handed.items() if n not in arrays}
+        if self.preset is None:
+            return list(arrays.values()), {self.acceptance.rename.get(n, n): x for n, x in options.items()}
+        names = signature.names if signature is not None else dict.fromkeys(self.preset.parameters)
+        call = self.preset.translate(options, arrays, names)
+        return list(arrays.values()), call
+
+    def _fields(self, handed: Mapping[str, Any]) -> dict[str, Any]:
+        """Call the candidate and name what it returns; arrays of the framework, in the candidate's layout."""
+        if self.preset is not None and not self.preset.batched:
+            return self._batch_by_batch(handed, self.preset)
+        arrays, options = self._call_arguments(handed, self.signature)
+        if self.signature is not None and self.signature.module:
+            arrays = [_module_for(handed), *arrays]
+        return self._named(self.function(*arrays, **options))
+
+    def _batch_by_batch(self, handed: Mapping[str, Any], preset: Preset) -> dict[str, Any]:
+        parts = []
+        first = handed[self.positional[0]]
+        xp = array_api_compat.array_namespace(first)
+        for b in range(first.shape[0]):
+            own = dict(handed)
+            for n, x in handed.items():
+                if n in self.positional:
+                    own[n] = x[b, ...]
+                elif n == "mask" and x.ndim > 3:
+                    own[n] = x[min(b, x.shape[0] - 1), ...]
+            arrays, options = self._call_arguments(own, self.signature)
+            parts.append(self._named(self.function(*arrays, **options)))
+        return {n: xp.stack([part[n] for part in parts]) for n in parts[0]}
+
+    def _named(self, returned: Any) -> dict[str, Any]:
+        if isinstance(returned, Mapping):
+            return {str(n): x for n, x in returned.items() if x is not None}
+        if isinstance(returned, (tuple, list)):
+            names = self.preset.results if self.preset else ("output", "lse")
+            if len(returned) > len(names) and not self.preset:
+                raise TypeError(f"it returned {len(returned)} values: expected the output, (output, lse) or a dict")
+            named = dict(zip(names, returned, strict=False))
+            return {n: x for n, x in named.items() if n is not None and x is not None}
+        if returned is None:
+            raise TypeError("it returned None: expected the output, (output, lse) or a dict")
+        return {"output": returned}
+
+    def _explicit_backward(
+        self, handed: Mapping[str, Any], cotangents: Mapping[str, np.ndarray]
+    ) -> tuple[dict[str, Any], tuple[str, ...], str]:
+        """Gradients from the candidate's backward: by name, the cotangents it took, a remark."""
+        assert self.backward is not None
+        if self.preset is not None and not self.preset.batched:
+            return {}, (), "backward: not called for a signature without a batch axis"
+        signature = self.backward_signature
+        known = None if signature is None or signature.any else set(signature.names)
+        arrays, options = self._call_arguments(handed, signature)
+        options = {n: x for n, x in options.items() if self.preset is None or n not in LSE_SWITCHES}
+        missing = set() if known is None else set(options) - known
+        if missing:
+            return {}, (), f"backward: its signature has no {', '.join(sorted(missing))}"
+        brought = {n: self.framework.bring(x) for n, x in cotangents.items()}
+        applied = ["output"]
+        for name, x in brought.items():  # that of the lse, of a state, of a loss
+            if name != "output" and signature is not None and f"d_{name}" in signature.names:
+                options[f"d_{name}"] = x
+                applied.append(name)
+        try:
+            returned = self.backward(brought["output"], *arrays, **options)
+        except NotImplementedError as error:
+            return {}, (), f"backward: {str(error) or 'NotImplementedError'}"
+        if isinstance(returned, Mapping):
+            ours = {theirs: n for n, theirs in self.acceptance.rename.items()}
+            gradients = {ours.get(str(n), str(n)): g for n, g in returned.items() if g is not None}
+        else:
+            if not isinstance(returned, (tuple, list)):
+                returned = (returned,)
+            names = [n for n in self.positional if n in handed]
+            if len(returned) > len(names):
+                raise TypeError(f"backward returned {len(returned)} values for the arrays {', '.join(names)}")
+            gradients = {n: g for n, g in zip(names, returned, strict=False) if g is not None}
+        return gradients, tuple(applied), ""
+
+    def _back(self, what: str, x: Any) -> np.ndarray:
+        try:
+            return self.framework.back(x)
+        except TypeError as error:
+            raise TypeError(f"{what}: {error}") from None
+
+    # ------------------------------------------------------------------ axis order
+
+    def turn_in(self, name: str, x: np.ndarray) -> np.ndarray:
+        """An input in the candidate's axis order: a plain array stays plain, a strided one keeps its memory."""
+        layout = self.layout if "b" in self.layout else "b" + self.layout
+        if x.ndim != 4 or layout == "bhld" or not (name in self.positional or name in _HEAD_ARRAYS):
+            return x
+        turned = x.transpose(["bhld".index(c) for c in layout])
+        if not x.flags.c_contiguous:
+            return turned
+        turned = np.ascontiguousarray(turned)
+        turned.flags.writeable = x.flags.writeable
+        return turned
+
+    def turn_out(self, name: str, x: np.ndarray) -> np.ndarray:
+        layout = self.layout if "b" in self.layout else "b" + self.layout
+        if x.ndim != 4 or not (name in self.positional or name in _HEAD_ARRAYS):
+            return x
+        return x.transpose([layout.index(c) for c in "bhld"])
+
+    def result_layout(self, name: str) -> tuple[str, str]:
+        """(our axis order, the candidate's) of a result."""
+        if name == "output":
+            layout = (self.preset and self.preset.output_layout) or self.layout
+            return "bhld", layout if "b" in layout else "b" + layout
+        layout = self.preset.lse_layout if self.preset and name == "lse" else "bhq"
+        return "bhq", layout if "b" in layout else "b" + layout
+
+    def result_in(self, name: str, x: np.ndarray) -> np.ndarray:
+        ours, theirs = self.result_layout(name)
+        return x.transpose([ours.index(c) for c in theirs]) if x.ndim == len(ours) else x
+
+    def result_out(self, name: str, x: np.ndarray) -> np.ndarray:
+        ours, theirs = self.result_layout(name)
+        return x.transpose([theirs.index(c) for c in ours]) if x.ndim == len(ours) else x
+
+    # ------------------------------------------------------------------ from the other process
+
+    def answer(self, call: Path, outcome: Path) -> dict[str, Any]:
+        """Read a Call from a file, write its Outcome to another; returns the part that is no array."""
+        result = self.invoke(read_call(call))
+        return write_outcome(result, outcome, self.independent)
+
+
+class _Clock:
+    """Seconds spent in the candidate."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._start
+
+
+def _traceback() -> str:
+    return traceback.format_exc()[-_TRACEBACK:]
+
+
+def _complains_of_read_only(message: str) -> bool:
+    return any(words in message.lower() for words in ("read-only", "readonly", "not writeable", "not writable"))
+
+
+def _module_for(handed: Mapping[str, Any]) -> Any:
+    """What eager_attention_forward asks its module for."""
+    q, k = handed["q"], handed["k"]
+    return types.SimpleNamespace(
+        num_key_value_groups=q.shape[1] // k.shape[1],
+        training=False,
+        scaling=q.shape[-1] ** -0.5,
+        head_dim=q.shape[-1],
+    )
+
+
+def _name_of(function: Any) -> str:
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or type(function).__name__
+    return f"{module}:{name}" if module else str(name)
+
+
+def _library_function(function: Any) -> str | None:
+    """The preset of a function that is torch's or JAX's own."""
+    name, module = getattr(function, "__name__", ""), root(getattr(function, "__module__", None) or "")
+    if module == "torch" and name == "scaled_dot_product_attention":
+        return "torch"
+    if module == "jax" and name == "dot_product_attention":
+        return "jax"
+    return None

@@ -1,0 +1,54 @@
+"""The signatures that are known: one file per library."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from refattn.verification.conventions.presets import flash_attn, flashinfer, hf, jax, onnx, torch
+from refattn.verification.conventions.presets.preset import LSE_SWITCHES, Preset
+from refattn.verification.conventions.record import CHOICES, Conventions
+from refattn.verification.errors import UsageError
+
+__all__ = ["LSE_SWITCHES", "PRESETS", "Preset", "detect", "resolve"]
+
+PRESETS: dict[str, Preset] = {
+    module.PRESET.name: module.PRESET for module in (torch, jax, flash_attn, flashinfer, onnx, hf)
+}
+"""By name; the first one whose signs fit a signature is taken."""
+
+
+def detect(parameters: Sequence[str]) -> str | None:
+    """Name of the preset whose signature these parameter names are, or None."""
+    names = set(parameters)
+    return next((p.name for p in PRESETS.values() if any(sign <= names for sign in p.signs)), None)
+
+
+def resolve(given: "Conventions | Mapping[str, Any] | str | None") -> Conventions:
+    """A record from what a user gives: None, a preset's name, a record, or fields by name (``preset`` among them).
+
+    Raises
+    ------
+    UsageError
+        Unknown preset, unknown field, or a value that the field does not take.
+    """
+    if given is None:
+        return Conventions()
+    if isinstance(given, Conventions):
+        return given
+    if isinstance(given, str):
+        given = {"preset": given}
+    fields = {name: value for name, value in dict(given).items() if value is not None}
+    name = fields.pop("preset", None)
+    if name is not None and name not in PRESETS:
+        raise UsageError(f"conventions: there is no preset {name!r}; the presets are {', '.join(PRESETS)}")
+    for field, value in fields.items():
+        if field not in CHOICES:
+            raise UsageError(f"conventions: there is no field {field!r}; the fields are {', '.join(CHOICES)}")
+        if field == "lse_base":
+            fields[field] = value = str(value)
+        if value not in CHOICES[field]:
+            raise UsageError(
+                f"conventions: {field} is {value!r}: expected one of {', '.join(map(repr, CHOICES[field]))}"
+            )
+    start = PRESETS[name].conventions if name else Conventions()
+    return dataclasses.replace(start, **fields)

@@ -1,0 +1,132 @@
+"""The record of what an implementation does by design, and how a user's words become one."""
+
+import dataclasses
+from typing import Any, Literal
+
+__all__ = ["CHOICES", "CONVENTION_OPTIONS", "DEFAULTS", "Conventions", "alternatives"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conventions:
+    """What is by design; None = not declared.
+
+    Attributes
+    ----------
+    align
+        Where query 0 stands on the key axis, for causal, window and ALiBi.
+    head_map
+        Query head i of h reads key head i // (h/g) ("repeat") or i % g ("tile").
+    window
+        ``(W, r)`` sees W keys before the aligned diagonal ("inclusive") or W - 1 ("count": W keys with oneself).
+    softcap_after_bias
+        The cap is taken around logits plus bias and ALiBi.
+    lse_base, lse_includes_sinks, lse_gradient
+        Base of the lse; whether it counts the sinks; whether it takes a cotangent.
+    empty_rows, empty_lse
+        Output and lse of a query that sees no key; "finite" = some finite number.
+    empty_gradients
+        With ``empty_rows="mean"``: the cotangent of an empty row reaches v alone ("v"), or nothing is promised.
+    padded_rows
+        Output of queries beyond ``query_lengths``: 0, or whatever is there ("open").
+    bias_hides
+        False: -inf in a bias is no mask, a row that it empties is nobody's promise.
+    alibi
+        -slope |i + offset - j| ("absolute"), or slope (j - i - offset), which rewards future keys ("signed").
+    masked_nan
+        A NaN in a masked key or value stays there, or may leak as 0 * NaN.
+    channels
+        "equal": value channels must be as many as query channels.
+    compute
+        "float32": the arithmetic is never finer than that, whatever the dtype of the inputs.
+    preset
+        Name of the preset this record came from.
+    """
+
+    align: Literal["lower_right", "upper_left"] | None = None
+    head_map: Literal["repeat", "tile"] | None = None
+    window: Literal["inclusive", "count"] | None = None
+    softcap_after_bias: bool | None = None
+    lse_base: Literal["e", "2"] | None = None
+    lse_includes_sinks: bool | None = None
+    lse_gradient: bool | None = None
+    empty_rows: Literal["zero", "mean", "nan"] | None = None
+    empty_lse: Literal["-inf", "+inf", "0", "finite"] | None = None
+    empty_gradients: Literal["v", "open"] | None = None
+    padded_rows: Literal["zero", "open"] | None = None
+    bias_hides: bool | None = None
+    alibi: Literal["absolute", "signed"] | None = None
+    masked_nan: Literal["stays", "may_leak"] | None = None
+    channels: Literal["equal"] | None = None
+    compute: Literal["float32"] | None = None
+    preset: str | None = None
+
+    def declared(self) -> dict[str, Any]:
+        """The fields that are not None."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+    def effective(self, name: str) -> Any:
+        """The declared value of a field, else refattn's own."""
+        value = getattr(self, name)
+        return DEFAULTS.get(name) if value is None else value
+
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "align": ("lower_right", "upper_left"),
+    "head_map": ("repeat", "tile"),
+    "window": ("inclusive", "count"),
+    "softcap_after_bias": (False, True),
+    "lse_base": ("e", "2"),
+    "lse_includes_sinks": (True, False),
+    "lse_gradient": (True, False),
+    "empty_rows": ("zero", "mean", "nan"),
+    "empty_lse": ("-inf", "+inf", "0", "finite"),
+    "empty_gradients": ("v", "open"),
+    "padded_rows": ("zero", "open"),
+    "bias_hides": (True, False),
+    "alibi": ("absolute", "signed"),
+    "masked_nan": ("stays", "may_leak"),
+    "channels": ("equal",),
+    "compute": ("float32",),
+}
+
+DEFAULTS: dict[str, Any] = {name: choices[0] for name, choices in CHOICES.items() if len(choices) > 1}
+"""What the reference does where nothing is declared."""
+
+CONVENTION_OPTIONS = ("align", "head_map", "softcap_after_bias", "lse_includes_sinks")
+"""Options of refattn that are conventions of a candidate: handed over only if its signature names them."""
+
+
+_CLASSES: dict[tuple[str, Any], str] = {
+    ("align", "lower_right"): "causal_other",
+    ("align", "upper_left"): "causal_other",
+    ("head_map", "tile"): "gqa_tile",
+    ("head_map", "repeat"): "gqa_repeat",
+    ("window", "count"): "window_edge",
+    ("window", "inclusive"): "window_plus1",
+    ("softcap_after_bias", True): "cap_after_bias",
+    ("softcap_after_bias", False): "cap_before_bias",
+    ("lse_base", "2"): "lse_base2",
+    ("lse_base", "e"): "lse_base_e",
+    ("lse_includes_sinks", False): "lse_without_sinks",
+    ("lse_includes_sinks", True): "lse_with_sinks",
+    ("empty_rows", "zero"): "empty_row_zero",
+    ("empty_rows", "mean"): "empty_row_mean",
+    ("empty_rows", "nan"): "empty_row_nan",
+    ("empty_lse", "-inf"): "empty_lse_minus_inf",
+    ("empty_lse", "+inf"): "empty_lse_plus_inf",
+    ("empty_lse", "0"): "empty_lse_zero",
+    ("alibi", "signed"): "alibi_signed",
+    ("alibi", "absolute"): "alibi_absolute",
+}
+
+
+def alternatives(conventions: Conventions) -> list[tuple[str, Conventions]]:
+    """Every record that differs in one convention, each with the name of the mistake it would be (see the catalogue).
+
+    Declared conventions are flipped too: a candidate that does not keep what it declares has an explanation as well.
+    """
+    found = []
+    for (field, value), name in _CLASSES.items():
+        if conventions.effective(field) != value:
+            found.append((name, dataclasses.replace(conventions, **{field: value})))
+    return found
