@@ -5,9 +5,9 @@ import pytest
 from verification.kernels import attention
 
 import refattn as ra
-from refattn.verification.conventions import Conventions
+from refattn.verification.conventions import CONVENTION_OPTIONS, Conventions
 from refattn.verification.locate import axes_of, locate
-from refattn.verification.probes import CONVENTIONS, probes
+from refattn.verification.probes import probes
 from refattn.verification.question import Question
 from refattn.verification.truth import ReferenceNaNError, truth_of
 from refattn.verification.verdict import FEW, THRESHOLDS, judge
@@ -29,7 +29,7 @@ def asked(probe, dtype, gradients=True, conventions=None):
         wrt,
         dtype,
         conventions or Conventions(),
-        frozenset(CONVENTIONS),
+        frozenset(CONVENTION_OPTIONS),
     )
 
 
