@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -315,3 +316,17 @@ def test_presets_declare_valid_records():
         assert preset.conventions.preset == name
         assert preset.speaks(preset.parameters)
         assert not preset.speaks(["q", "k", "v", "causal", "scale", "mask", "bias"])
+
+
+def test_allowed_errors_are_numbers_by_name():
+    found = resolve({"allow": {"tanh": 5e-4, "exp": 1e-5}, "compute": "tf32", "scores": "storage"})
+    assert resolve(found.declared()) == found
+    assert found.declared()["allow"] == {"tanh": 5e-4, "exp": 1e-5}
+    assert hash(found) == hash(resolve(found))
+    for wrong, says in (
+        ({"sine": 1e-5}, "allow has 'sine': expected some of tanh, exp"),
+        ({"exp": 2}, "allow gives exp 2: expected a relative error from 0 to below 1"),
+        (1e-5, "allow is 1e-05: expected relative errors by name"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(says)):
+            resolve({"allow": wrong})

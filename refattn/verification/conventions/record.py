@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-__all__ = ["CHOICES", "CONVENTION_OPTIONS", "DEFAULTS", "Conventions", "alternatives"]
+__all__ = ["APPROXIMATED", "CHOICES", "CONVENTION_OPTIONS", "DEFAULTS", "Conventions", "alternatives"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,12 @@ class Conventions:
     channels
         "equal": value channels must be as many as query channels.
     compute
-        "float32": the arithmetic is never finer than that, whatever the dtype of the inputs.
+        What operands of products are rounded to: "float32" (the whole arithmetic is never finer than that, whatever the
+        dtype of the inputs), "tf32", "bfloat16", "float16".
+    allow
+        Relative errors of approximated functions: ``{"tanh": 5e-4, "exp": 1e-5}``, kept as a tuple of pairs.
+    scores
+        "storage": logits and weights are rounded to the dtype of the inputs between the steps.
     preset
         Name of the preset this record came from.
     """
@@ -57,12 +62,15 @@ class Conventions:
     alibi: Literal["absolute", "signed"] | None = None
     masked_nan: Literal["stays", "may_leak"] | None = None
     channels: Literal["equal"] | None = None
-    compute: Literal["float32"] | None = None
+    compute: Literal["float32", "tf32", "bfloat16", "float16"] | None = None
+    allow: tuple[tuple[str, float], ...] | None = None
+    scores: Literal["storage"] | None = None
     preset: str | None = None
 
     def declared(self) -> dict[str, Any]:
         """The fields that are not None."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        found = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return found | {"allow": dict(found["allow"])} if "allow" in found else found
 
     def effective(self, name: str) -> Any:
         """The declared value of a field, else refattn's own."""
@@ -86,10 +94,16 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "alibi": ("absolute", "signed"),
     "masked_nan": ("stays", "may_leak"),
     "channels": ("equal",),
-    "compute": ("float32",),
+    "compute": ("float32", "tf32", "bfloat16", "float16"),
+    "scores": ("storage",),
 }
 
-DEFAULTS: dict[str, Any] = {name: choices[0] for name, choices in CHOICES.items() if len(choices) > 1}
+APPROXIMATED = ("tanh", "exp")
+"""Functions whose relative error may be allowed."""
+
+DEFAULTS: dict[str, Any] = {
+    name: choices[0] for name, choices in CHOICES.items() if len(choices) > 1 and name != "compute"
+}
 """What the reference does where nothing is declared."""
 
 CONVENTION_OPTIONS = ("align", "head_map", "softcap_after_bias", "lse_includes_sinks")

@@ -6,7 +6,7 @@ from typing import Any
 
 from refattn.verification.conventions.presets import flash_attn, flashinfer, hf, jax, onnx, torch
 from refattn.verification.conventions.presets.preset import LSE_SWITCHES, Preset
-from refattn.verification.conventions.record import CHOICES, Conventions
+from refattn.verification.conventions.record import APPROXIMATED, CHOICES, Conventions
 from refattn.verification.errors import UsageError
 
 __all__ = ["LSE_SWITCHES", "PRESETS", "Preset", "detect", "resolve"]
@@ -42,8 +42,11 @@ def resolve(given: "Conventions | Mapping[str, Any] | str | None") -> Convention
     if name is not None and name not in PRESETS:
         raise UsageError(f"conventions: there is no preset {name!r}; the presets are {', '.join(PRESETS)}")
     for field, value in fields.items():
+        if field == "allow":
+            fields[field] = _allowed(value)
+            continue
         if field not in CHOICES:
-            raise UsageError(f"conventions: there is no field {field!r}; the fields are {', '.join(CHOICES)}")
+            raise UsageError(f"conventions: there is no field {field!r}; the fields are {', '.join(CHOICES)}, allow")
         if field == "lse_base":
             fields[field] = value = str(value)
         if value not in CHOICES[field]:
@@ -52,3 +55,15 @@ def resolve(given: "Conventions | Mapping[str, Any] | str | None") -> Convention
             )
     start = PRESETS[name].conventions if name else Conventions()
     return dataclasses.replace(start, **fields)
+
+
+def _allowed(given: Any) -> tuple[tuple[str, float], ...]:
+    """``{"tanh": 5e-4}`` as a tuple of pairs; relative errors lie between 0 and 1."""
+    if not isinstance(given, (Mapping, tuple)):
+        raise UsageError(f"conventions: allow is {given!r}: expected relative errors by name, as {{'tanh': 5e-4}}")
+    for name, error in dict(given).items():
+        if name not in APPROXIMATED:
+            raise UsageError(f"conventions: allow has {name!r}: expected some of {', '.join(APPROXIMATED)}")
+        if isinstance(error, bool) or not isinstance(error, (int, float)) or not 0 <= error < 1:
+            raise UsageError(f"conventions: allow gives {name} {error!r}: expected a relative error from 0 to below 1")
+    return tuple((name, float(error)) for name, error in dict(given).items())
