@@ -4,7 +4,6 @@ The mathematics lives in plain functions of a mechanism's file::
 
     forward(q, k, v, *, option=...)            -> (Result, saved)
     backward(saved, *, output, lse)            -> {"q": ..., "k": ...}      cotangents in, None where left out
-    definition(q, k, v, *, option=...)         -> Result                    slow, float64 NumPy arrays in and out
 
 A Function puts around them what is the same everywhere: binding and naming of arguments, one namespace, the compute
 dtype, rounding of the results to the dtype of the inputs, adjoints of broadcasting, and errors.  A forward that names
@@ -13,6 +12,7 @@ dtype, rounding of the results to the dtype of the inputs, adjoints of broadcast
 
 import dataclasses
 import difflib
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -307,11 +307,11 @@ class Mechanism(Function):
         self,
         forward: Callable[..., Any],
         backward: Callable[..., Any],
-        definition: Callable[..., Result],
         cost: Callable[..., Cost],
         example: Callable[..., dict[str, Any]],
-        mutations: Sequence[Mutation],
         *,
+        definition: Any = None,
+        mutations: Any = None,
         name: str,
         equation: str,
         paper: str,
@@ -320,26 +320,18 @@ class Mechanism(Function):
     ) -> None:
         super().__init__(forward, backward, name=name, **options)
         self.equation, self.paper, self.axes = equation, paper, MappingProxyType(dict(axes))
-        self.mutations = tuple(mutations)
-        self._definition, self._cost, self._example = definition, cost, example
+        self._mutations, self._cost, self._example = mutations, cost, example
+        self._file = forward.__module__.rpartition(".")[2]
+        self.definition = Reference(self, definition)
 
-    def definition(self, *args: Any, **kwargs: Any) -> Result:
-        """The same numbers by the slow, independent path, in float64; arrays come back in the caller's namespace."""
-        for name in _COMMON:
-            kwargs.pop(name, None)
-        bound = self.bind(args, kwargs)
-        xp = arrays.namespace(*bound.values())
-        host = {}
-        for name, x in bound.items():
-            if arrays.is_array(x):
-                x = arrays.to_numpy(x)
-                if name in self._floating:
-                    x = x.astype(np.float64)
-            host[name] = x
-        result = self._definition(**host)
-        if xp is np:
-            return result
-        return Result(**{n: xp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in result.fields.items()})
+    @property
+    def mutations(self) -> tuple[Mutation, ...]:
+        """The known mistakes, loaded when they are first asked for: ``catalogue`` of refattn/mistakes/<the same file>."""
+        if self._mutations is None:
+            self._mutations = importlib.import_module(f"refattn.mistakes.{self._file}").catalogue
+        if hasattr(self._mutations, "mutations"):
+            self._mutations = self._mutations.mutations()
+        return tuple(self._mutations)
 
     def cost(self, **sizes: Any) -> Cost:
         """Counts of one call; sizes by axis letter, dtype, direction="forward" | "backward" | "both", options.
@@ -370,6 +362,67 @@ class Mechanism(Function):
             if name not in self._options or (name in self._positional and isinstance(x, int)):
                 raise TypeError(f"{self.name}.example: {name!r} is neither an axis ({axes}) nor an option of it")
         return found
+
+
+class Reference:
+    """A mechanism's definition as a function: the same numbers by the slow, independent path, in float64.
+
+    Called like the mechanism it returns a Result; ``vjp`` returns the Result and a pullback, as that of the mechanism does,
+    with gradients of its own.  Arrays come back in the caller's namespace, in float64.
+    """
+
+    def __init__(self, owner: Mechanism, steps: Any) -> None:
+        self._owner, self._steps = owner, steps
+
+    @property
+    def steps(self) -> Any:
+        """The class of its steps: ``definition`` of refattn/definitions/<the mechanism's file>, unless it was given one."""
+        if self._steps is None:
+            self._steps = importlib.import_module(f"refattn.definitions.{self._owner._file}").definition
+        return self._steps
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
+        xp, host = self._host(args, kwargs)
+        if not isinstance(self.steps, type):
+            return self._returned(self.steps(**host).fields, xp)
+        return self._returned(self.steps(host).result(), xp)
+
+    def vjp(self, *args: Any, **kwargs: Any) -> tuple[Result, Callable[..., dict[str, Any]]]:
+        """The Result, and a function from cotangents of its fields to gradients of the arguments."""
+        xp, host = self._host(args, kwargs)
+        if not isinstance(self.steps, type):
+            raise TypeError(
+                f"the definition of {self._owner.name} has no gradients: it is a function, not a class of steps"
+            )
+        call = self.steps(host)
+
+        def pullback(*positional: Any, **cotangents: Any) -> dict[str, Any]:
+            if positional:
+                cotangents[self._owner.outputs[0]] = positional[0]
+            given = {n: arrays.to_numpy(x) for n, x in cotangents.items() if x is not None}
+            names = [n for n in self._owner.differentiable if host.get(n) is not None]
+            return dict(self._returned(call.pull(**given).gradient(names), xp).fields)
+
+        return self._returned(call.result(), xp), pullback
+
+    def _host(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The namespace of the arguments, and these as NumPy arrays, the floating ones in float64."""
+        for name in _COMMON:
+            kwargs.pop(name, None)
+        bound = self._owner.bind(args, kwargs)
+        host = {}
+        for name, x in bound.items():
+            if arrays.is_array(x):
+                x = arrays.to_numpy(x)
+                if name in self._owner._floating:
+                    x = x.astype(np.float64)
+            host[name] = x
+        return arrays.namespace(*bound.values()), host
+
+    def _returned(self, fields: Mapping[str, Any], xp: Any) -> Result:
+        if xp is np:
+            return Result(**fields)
+        return Result(**{n: xp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in fields.items()})
 
 
 def function(forward: Callable[..., Any], backward: Callable[..., Any], **options: Any) -> Function:

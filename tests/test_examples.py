@@ -8,7 +8,7 @@ import pytest
 from ml_dtypes import bfloat16, finfo
 
 from refattn.definitions.dense_loop import definition
-from refattn.definitions.scaled_dot_product import Steps
+from refattn.definitions.dense_steps import Steps
 from refattn.precision import output_bound
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"

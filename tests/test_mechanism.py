@@ -179,8 +179,7 @@ def test_registry_is_read_only_and_names_are_taken_once():
     m = ra.scaled_dot_product_attention
     with pytest.raises(ValueError, match="exists already"):
         mechanism(
-            m._forward, m._backward, m._definition, m._cost, m._example, (), name=m.name, equation="", paper="", axes={},
-            differentiable=("q",),
+            m._forward, m._backward, m._cost, m._example, name=m.name, equation="", paper="", axes={}, differentiable=("q",),
         )  # fmt: skip
 
 

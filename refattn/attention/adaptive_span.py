@@ -555,10 +555,10 @@ def example(
 adaptive_span_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    adaptive_span_mutations,
+    definition=definition,
+    mutations=adaptive_span_mutations,
     name="adaptive_span_attention",
     equation="output = sum_n ramp_n exp(logits_n) v_n / sum_n ramp_n exp(logits_n), ramp = clip((R + span - distance) / R, 0, 1)",
     paper="Sukhbaatar et al. 2019, arXiv:1905.07799, section 2",

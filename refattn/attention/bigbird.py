@@ -408,10 +408,10 @@ bigbird_mutations = (
 bigbird_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    (*bigbird_mutations, *mutations_for(_as_dense, exclude=("pattern_drop",))),
+    definition=definition,
+    mutations=(*bigbird_mutations, *mutations_for(_as_dense, exclude=("pattern_drop",))),
     name="bigbird_attention",
     equation="output = softmax(scale * q k^T, over near, global and random blocks) v",
     paper="Zaheer et al. 2020, arXiv:2007.14062, section 2 and appendix D",

@@ -281,10 +281,10 @@ def example(
 compressive_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    compressive_mutations,
+    definition=definition,
+    mutations=compressive_mutations,
     name="compressive_attention",
     equation="output = softmax(scale * ((q + u) k^T + shift((q + w) r^T)), where visible) v w_o over [compressed, memory, x]",
     paper="Rae et al. 2019, arXiv:1911.05507, section 3 and algorithm 1",

@@ -226,10 +226,10 @@ mutations = (
 efficient_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    mutations,
+    definition=definition,
+    mutations=mutations,
     name="efficient_attention",
     equation="output = softmax_channels(q) (softmax_positions(k)^T v)",
     paper="Shen et al. 2018, arXiv:1812.01243, section 3.2",

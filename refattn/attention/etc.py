@@ -704,10 +704,10 @@ etc_mutations = (
 etc_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    etc_mutations,
+    definition=definition,
+    mutations=etc_mutations,
     name="etc_attention",
     equation="output = softmax(scale q (k + label)^T, over a window and the global tokens) v; global rows: over everything",
     paper="Ainslie et al. 2020, arXiv:2004.08483, Global-Local Attention",

@@ -451,10 +451,10 @@ def example(
 linear_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    linear_mutations,
+    definition=definition,
+    mutations=linear_mutations,
     name="linear_attention",
     equation="output = phi(q) (state + phi(k)^T v) / (phi(q) . (normalizer + sum_k phi(k)))",
     paper="Katharopoulos, Vyas, Pappas, Fleuret 2020, arXiv:2006.16236, sections 3.2 and 3.3",

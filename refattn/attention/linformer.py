@@ -236,10 +236,10 @@ mutations = (
 linformer_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    mutations,
+    definition=definition,
+    mutations=mutations,
     name="linformer_attention",
     equation="output = softmax(scale q (e_k^T k)^T) (e_v^T v)",
     paper="Wang et al. 2020, arXiv:2006.04768, section 4",

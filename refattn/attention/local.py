@@ -251,10 +251,10 @@ def example(
 local_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    local_mutations,
+    definition=definition,
+    mutations=local_mutations,
     name="local_attention",
     equation="output = softmax(scale * q k^T + bias, over the keys nearby) v",
     paper="Parmar et al. 2018, arXiv:1802.05751, section 4",

@@ -514,10 +514,10 @@ mutations = (
 longformer_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    mutations,
+    definition=definition,
+    mutations=mutations,
     name="longformer_attention",
     equation="output = softmax(scale q k^T, over a window and the global tokens) v; global rows: over all, by their own arrays",
     paper="Beltagy, Peters, Cohan 2020, arXiv:2004.05150, section 3.1",

@@ -764,10 +764,10 @@ def _margin(x: np.ndarray, rotations: np.ndarray, factors: tuple[int, ...]) -> n
 lsh_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    lsh_mutations,
+    definition=definition,
+    mutations=lsh_mutations,
     name="lsh_attention",
     equation="output = softmax(scale * q k^T, over the keys in the query's bucket and window in some hash round) v",
     paper="Kitaev, Kaiser, Levskaya 2020, arXiv:2001.04451, section 2",

@@ -281,10 +281,10 @@ def example(
 multi_head_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    multi_head_mutations,
+    definition=definition,
+    mutations=multi_head_mutations,
     name="multi_head_attention",
     equation="output = sum over heads of softmax(scale (x_q w_q) (x_k w_k)^T) (x_v w_v) w_o",
     paper="Vaswani et al. 2017, arXiv:1706.03762, section 3.2.2",

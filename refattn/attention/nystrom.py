@@ -312,10 +312,10 @@ def example(
 nystrom_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    nystrom_mutations,
+    definition=definition,
+    mutations=nystrom_mutations,
     name="nystrom_attention",
     equation="output = softmax(q k_m^T / sqrt(d)) pinv(softmax(q_m k_m^T / sqrt(d))) softmax(q_m k^T / sqrt(d)) v",
     paper="Xiong et al. 2021, arXiv:2102.03902, section 3.2 and algorithm 1",

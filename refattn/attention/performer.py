@@ -334,10 +334,10 @@ def example(
 performer_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    performer_mutations,
+    definition=definition,
+    mutations=performer_mutations,
     name="performer_attention",
     equation="output = phi(q) (phi(k)^T v) / (phi(q) . sum_k phi(k)), phi(x) = exp(features x / d^(1/4) - |x|^2 / (2 d^(1/2)))",
     paper="Choromanski et al. 2020, arXiv:2009.14794, sections 2.3 and 2.4",

@@ -509,10 +509,10 @@ def _unsafe(x: np.ndarray, given: dict[str, Any], settings: dict[str, Any], side
 routing_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    routing_mutations,
+    definition=definition,
+    mutations=routing_mutations,
     name="routing_attention",
     equation="output[t] = mean over the clusters with t of softmax(scale * q k^T, within the cluster) v",
     paper="Roy, Saffar, Vaswani, Grangier 2020, arXiv:2003.05997, section 4 and algorithm 1",

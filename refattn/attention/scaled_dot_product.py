@@ -26,7 +26,6 @@ import numpy as np
 
 from refattn import cost as costs
 from refattn.core import options
-from refattn.definitions.dense_loop import definition
 from refattn.mechanism import mechanism
 from refattn.mistakes.scaled_dot_product import dense_mutations
 from refattn.records import Cost, Result
@@ -107,10 +106,9 @@ def example(
 scaled_dot_product_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    dense_mutations,
+    mutations=dense_mutations,
     name="scaled_dot_product_attention",
     equation="output = softmax(scale * q k^T + bias, where visible) v",
     paper="Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1",

@@ -650,10 +650,10 @@ mutations = (
 sinkhorn_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    mutations,
+    definition=definition,
+    mutations=mutations,
     name="sinkhorn_attention",
     equation="output = softmax(scale q [R k, k]^T) [R v, v] by blocks, R = sinkhorn((sort_logits + noise) / temperature)",
     paper="Tay, Bahri, Yang, Metzler, Juan 2020, arXiv:2002.11296, section 3",

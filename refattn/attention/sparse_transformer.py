@@ -445,10 +445,10 @@ def example(
 sparse_transformer_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    sparse_mutations,
+    definition=definition,
+    mutations=sparse_mutations,
     name="sparse_transformer_attention",
     equation="output = softmax(scale * q k^T + bias, over a strided or fixed pattern) v",
     paper="Child et al. 2019, arXiv:1904.10509, section 4.2",

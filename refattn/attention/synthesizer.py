@@ -467,10 +467,10 @@ def example(
 synthesizer_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    synthesizer_mutations,
+    definition=definition,
+    mutations=synthesizer_mutations,
     name="synthesizer_attention",
     equation="output = softmax(sum_s alpha_s B_s) v, B = relu(x w_1 + b_1) w_2 + b_2 or a learned table, each also factorised",
     paper="Tay et al. 2020, arXiv:2005.00743, section 3",

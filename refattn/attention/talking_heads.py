@@ -687,10 +687,10 @@ def example(
 talking_heads_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    talking_heads_mutations,
+    definition=definition,
+    mutations=talking_heads_mutations,
     name="talking_heads_attention",
     equation="output = (softmax(scale (q k^T) over heads by L) over heads by W) v",
     paper="Shazeer et al. 2020, arXiv:2003.02436",

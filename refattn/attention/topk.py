@@ -332,10 +332,10 @@ def _example_indices(n_q: int, n_k: int) -> np.ndarray:
 topk_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    topk_mutations,
+    definition=definition,
+    mutations=topk_mutations,
     name="topk_attention",
     equation="output = softmax(scale * q k^T + bias, over the count largest of each row) v",
     paper="Kitaev et al. 2020, arXiv:2001.04451, section 2; Gupta et al. 2021, arXiv:2106.06899",

@@ -486,10 +486,10 @@ def example(
 transformer_xl_attention = mechanism(
     forward,
     backward,
-    definition,
     cost,
     example,
-    transformer_xl_mutations,
+    definition=definition,
+    mutations=transformer_xl_mutations,
     name="transformer_xl_attention",
     equation="output = softmax(scale * ((q + u) k^T + shift((q + w) r^T)), where visible) v",
     paper="Dai et al. 2019, arXiv:1901.02860, section 3.3 and appendix B",

@@ -11,7 +11,7 @@ import numpy as np
 from refattn import patterns
 from refattn.definitions.dense_loop import definition as dense_definition
 from refattn.definitions.dense_loop import visible_pairs
-from refattn.definitions.scaled_dot_product import Steps
+from refattn.definitions.dense_steps import Steps
 from refattn.records import Mutation, Result
 
 __all__ = ["as_mask", "largest_keys", "near_keys", "other_keys", "sparse_keys", "with_keys"]

@@ -1,306 +1,532 @@
-"""Softmax attention in small steps over whole matrices, so that a mistake can replace one of them.
+"""Softmax attention in steps, with every option that the softmax mechanisms share, forward and backward.
 
-:class:`Steps` is scaled dot-product attention with every shared option, in float64 NumPy, forward and backward; it shares
-nothing with the fast path or with the definition, and it is right as it stands.  ``dense_mistakes`` derives the wrong ones.
+    logits = scale q.k -> score_mod -> softcap -> + bias + ALiBi -> visibility -> sinks -> softmax -> dropout -> . v
+
+Axes: ``...`` any leading batch axes, ``h`` query head, ``g`` key head, ``q`` and ``k`` positions, ``d`` and ``e`` channels,
+``n`` sinks.  Other definitions of softmax attention subclass this one (more visibility, other logits) or call it as their
+``inner``, and so share its mistakes.
+
+Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1.
 """
 
 import math
-import operator
-from functools import reduce
 from typing import Any
 
 import numpy as np
 
-from refattn.arrays import sum_to_shape
-from refattn.records import Result
+from refattn.definitions.steps import Definition, contract, einsum, step, sum_to_shape
 
-__all__ = ["Arguments", "Steps", "conjunction", "divide", "product", "transpose"]
-
-Arguments = dict[str, Any]
+__all__ = ["ScaledDotProduct", "definition", "divide", "per_batch"]
 
 
-class Steps:
-    """One call in steps.  Axes as in the public function; k and v are kept per query head."""
+class ScaledDotProduct(Definition):
+    """softmax(scale q k^T + bias, where visible) v; natural logarithm; a row without keys gives output 0 and lse -inf."""
 
-    def __init__(self, arguments: Arguments) -> None:
-        self.arguments = arguments
-        self.storage = np.asarray(arguments["q"]).dtype
-        q, k, v = (np.asarray(arguments[n], dtype=np.float64) for n in "qkv")
-        self.lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-        self.h, self.rows, self.d = q.shape[-3:]
-        self.g, self.columns, self.e = *k.shape[-3:-1], v.shape[-1]
-        self.whole = (*self.lead, self.h, self.rows, self.columns)
-        self.tiled_heads = self.get("head_map") == "tile"
-        heads = np.arange(self.h)
-        head = heads % self.g if self.tiled_heads else heads // (self.h // self.g)
-        self.q, self.k, self.v = q, k[..., head, :, :], v[..., head, :, :]
-        self.scale = self.number("scale", self.d**-0.5 if self.d else 1.0)
-        self.cap = self.number("softcap", None)
-        self.i, self.j = np.arange(self.rows)[:, None], np.arange(self.columns)
-        self.real_rows = self.per_batch(self.get("query_lengths"), self.rows)
-        self.real_columns = self.per_batch(self.get("key_lengths"), self.columns)
-        align = "upper_left" if self.get("align") is None else self.get("align")
-        if isinstance(align, str):
-            self.offset = self.real_columns - self.real_rows if align == "lower_right" else self.per_batch(0, 0)
-        else:
-            self.offset = self.per_batch(align, 0)
-        self.ahead = self.j - self.i - self.offset  # how far key j lies ahead of the place of query i
+    results = {"output": "output", "lse": "lse"}
+    gradients = ("q", "k", "v", "bias", "scale", "softcap", "alibi_slopes", "sinks")
+    defaults = {
+        "mask": None, "pattern": None, "bias": None, "causal": False, "align": None, "window": None, "query_lengths": None,
+        "key_lengths": None, "query_segments": None, "key_segments": None, "scale": None, "softcap": None,
+        "softcap_after_bias": False, "alibi_slopes": None, "sinks": None, "lse_includes_sinks": True, "dropout_mask": None,
+        "dropout_rate": 0.0, "score_mod": None, "keep_weights": False, "head_map": "repeat",
+    }  # fmt: skip
 
-    def get(self, name: str) -> Any:
-        return self.arguments.get(name)
+    def result_fields(self):
+        return (
+            {**self.results, "weights": "used_weights", "logits": "shown_logits"} if self.keep_weights else self.results
+        )
 
-    def number(self, name: str, default: Any) -> Any:
-        return default if self.get(name) is None else float(np.reshape(self.get(name), ()))
+    # ------------------------------------------------------------------ sizes and heads
 
-    def array(self, name: str) -> Any:
-        """A floating option as an array, or None."""
-        return None if self.get(name) is None else np.asarray(self.get(name), dtype=np.float64)
+    @step
+    def lead(self):
+        """The batch axes of q, k and v together."""
+        return np.broadcast_shapes(*(x.shape[:-3] for x in (self.q, self.k, self.v)))
 
-    def per_batch(self, value: Any, default: int) -> np.ndarray:
-        """Ints per batch, laid out against (..., h, q, k)."""
-        value = np.asarray(default if value is None else value)
-        if value.ndim == 1 and value.size == math.prod(self.lead):
-            value = value.reshape(self.lead)
-        return np.broadcast_to(value, self.lead)[..., None, None, None]
+    @property
+    def heads(self):
+        return self.q.shape[-3]
 
-    # ------------------------------------------------------------------ visibility
+    @property
+    def key_heads(self):
+        return self.k.shape[-3]
 
-    def parts(self) -> dict[str, Any]:
-        """What each option in use lets a row see; a pair is visible where all agree."""
-        found: dict[str, Any] = {"query_lengths": self.i < self.real_rows}
-        if self.get("key_lengths") is not None:
-            found["key_lengths"] = self.j < self.real_columns
-        if self.get("mask") is not None:
-            found["mask"] = np.asarray(self.get("mask"))
-        if self.get("pattern") is not None:
-            pattern = self.get("pattern").fit(self.rows, self.columns, batch=self.lead, heads=self.h)
-            b = np.arange(math.prod(self.lead)).reshape(*self.lead, 1, 1, 1)
-            h = np.arange(self.h)[:, None, None]
-            found["pattern"] = pattern.visible(self.i, self.j, q=self.rows, k=self.columns, b=b, h=h)
-        if self.get("causal"):
-            found["causal"] = self.ahead <= 0
-        if self.get("window") is not None:
-            found["window"] = self.within(*self.get("window"))
-        if self.get("query_segments") is not None:
-            queries, keys = (np.asarray(self.get(f"{n}_segments"))[..., None, :] for n in ("query", "key"))
-            found["segments"] = queries[..., :, None] == keys[..., None, :]
-        return found
+    @property
+    def queries(self):
+        return self.q.shape[-2]
 
-    def within(self, left: int | None, right: int | None) -> np.ndarray:
-        seen = np.ones(self.ahead.shape, dtype=bool)
-        if left is not None:
-            seen &= self.ahead >= -left
-        if right is not None:
-            seen &= self.ahead <= right
+    @property
+    def keys(self):
+        return self.k.shape[-2]
+
+    @property
+    def channels(self):
+        return self.q.shape[-1]
+
+    @property
+    def pairs(self):
+        """The shape (..., h, q, k)."""
+        return (*self.lead, self.heads, self.queries, self.keys)
+
+    @step
+    def i(self):
+        return np.arange(self.queries)[:, None]
+
+    @step
+    def j(self):
+        return np.arange(self.keys)
+
+    @step
+    def key_head(self):
+        """The key head of each query head, (h,)."""
+        heads = np.arange(self.heads)
+        return heads % self.key_heads if self.head_map == "tile" else heads // (self.heads // max(1, self.key_heads))
+
+    @step
+    def keys_of_head(self):
+        """k[g(h)], (..., h, k, d)."""
+        return self.k[..., self.key_head, :, :]
+
+    @step
+    def values_of_head(self):
+        """v[g(h)], (..., h, k, e)."""
+        return self.v[..., self.key_head, :, :]
+
+    # ------------------------------------------------------------------ who sees whom
+
+    @step
+    def real_queries(self):
+        """Queries that are no padding, an int per batch against (..., h, q, k)."""
+        return per_batch(self.queries if self.query_lengths is None else self.query_lengths, self.lead)
+
+    @step
+    def real_keys(self):
+        return per_batch(self.keys if self.key_lengths is None else self.key_lengths, self.lead)
+
+    @step
+    def offset(self):
+        """Where query 0 stands on the key axis."""
+        align = self.align
+        if align is None:
+            if self.queries != self.keys or self.query_lengths is not None or self.key_lengths is not None:
+                raise ValueError(
+                    f"align is missing: causal, window and alibi_slopes need it where queries ({self.queries}) and keys"
+                    f' ({self.keys}) differ or lengths are given; expected "upper_left", "lower_right" or ints per batch'
+                )
+            align = "upper_left"
+        if not isinstance(align, str):
+            return per_batch(align, self.lead)
+        return self.real_keys - self.real_queries if align == "lower_right" else per_batch(0, self.lead)
+
+    @step
+    def ahead(self):
+        """How far key j lies ahead of the place of query i: j - i - offset."""
+        return self.j - self.i - self.offset
+
+    @step
+    def visible_by_query_lengths(self):
+        return self.i < self.real_queries
+
+    @step
+    def visible_by_key_lengths(self):
+        return self.j < self.real_keys
+
+    @step
+    def visible_by_mask(self):
+        return True if self.mask is None else self.mask
+
+    @step
+    def visible_by_pattern(self):
+        if self.pattern is None:
+            return True
+        pattern = self.pattern.fit(self.queries, self.keys, batch=self.lead, heads=self.heads)
+        b = np.arange(math.prod(self.lead)).reshape(*self.lead, 1, 1, 1)
+        h = np.arange(self.heads)[:, None, None]
+        return pattern.visible(self.i, self.j, q=self.queries, k=self.keys, b=b, h=h)
+
+    @step
+    def visible_by_causal(self):
+        return self.ahead <= 0 if self.causal else True
+
+    @step
+    def visible_by_window(self):
+        return True if self.window is None else self.within(*self.window)
+
+    @step
+    def visible_by_segments(self):
+        if self.query_segments is None:
+            return True
+        return self.query_segments[..., None, :, None] == self.key_segments[..., None, None, :]
+
+    @step
+    def visible(self):
+        """Every option agrees, (..., h, q, k)."""
+        seen = np.ones(self.pairs, dtype=bool)
+        for part in (
+            self.visible_by_query_lengths, self.visible_by_key_lengths, self.visible_by_mask, self.visible_by_pattern,
+            self.visible_by_causal, self.visible_by_window, self.visible_by_segments,
+        ):  # fmt: skip
+            seen = seen & part
         return seen
 
-    def visible(self) -> Any:
-        return conjunction(self.parts())
+    def within(self, left, right):
+        """-left <= ahead <= right; None = unlimited."""
+        seen = np.ones(self.ahead.shape, dtype=bool)
+        if left is not None:
+            seen = seen & (self.ahead >= -left)
+        return seen if right is None else seen & (self.ahead <= right)
 
-    # ------------------------------------------------------------------ forward
+    # ------------------------------------------------------------------ logits
 
-    def forward(self) -> Result:
-        seen = self.visible()
-        self.dot = self.dots()
-        self.raw = self.scale * self.dot
-        scaled = self.modified()
-        self.hidden = np.zeros(self.whole, dtype=bool)  # by -inf, before any cap
-        if self.get("score_mod") is not None:
-            self.hidden |= scaled == -np.inf
-        added = np.zeros(self.whole)
-        bias = self.array("bias")
-        if bias is not None:
-            added = added + bias
-            self.hidden |= bias == -np.inf
-        slopes = self.array("alibi_slopes")
-        if slopes is not None:
-            added = added - slopes[:, None, None] * self.distance()
-        self.seen = np.broadcast_to(seen, self.whole) & ~self.hidden
-        self.real = np.broadcast_to((self.i < self.real_rows)[..., :1], (*self.whole[:-1], 1))
+    @step
+    def scale(self):
+        given = self.argument("scale")
+        return self.default_scale if given is None else np.reshape(given, ())[()]
 
-        self.cap_last = bool(self.get("softcap_after_bias"))
-        self.inside = scaled + added if self.cap_last else scaled
-        self.outside = np.zeros(self.whole) if self.cap_last else added  # what is added after the cap
-        self.logits = (self.inside if self.cap is None else self.capped()) + self.outside
-        self.faced = self.masked()
+    @step
+    def default_scale(self):
+        """d**-0.5"""
+        return self.channels**-0.5 if self.channels else 1.0
 
-        sinks = np.zeros((self.h, 0)) if self.get("sinks") is None else self.array("sinks").reshape(self.h, -1)
-        self.sinks = np.broadcast_to(sinks[:, None, :], (*self.whole[:-1], sinks.shape[-1]))
-        top = self.maximum()
-        self.shift = np.where(np.isneginf(top), 0.0, top)
-        self.p, self.s = self.exponentials()
-        self.total = self.row_sum()
-        self.weights = np.where(self.real, self.normalized(), 0.0)
-        keep = self.get("dropout_mask")
-        self.keep = (
-            np.ones(self.whole) if keep is None else np.broadcast_to(np.asarray(keep, dtype=np.float64), self.whole)
-        )
-        self.rate = float(self.get("dropout_rate") or 0.0)
-        self.kept = self.keep / (1 - self.rate)
-        self.output = self.contracted()
-        self.full_lse = self.shift + np.log(self.total)
-        self.lse = np.where(self.real, self.log_sum(), -np.inf)[..., 0]
-        return Result(output=self.output, lse=self.stored_lse())
+    @step
+    def products(self):
+        """q.k"""
+        return einsum("...hqd,...hkd->...hqk", self.q, self.keys_of_head)
 
-    def dots(self) -> np.ndarray:
-        return self.q @ transpose(self.k)
+    @step
+    def scaled(self):
+        """scale q.k"""
+        return self.scale * self.products
 
-    def modified(self) -> np.ndarray:
-        score_mod = self.get("score_mod")
-        return self.raw if score_mod is None else np.asarray(score_mod(self.raw, *self.indices()), dtype=np.float64)
+    @step
+    def modified(self):
+        """score_mod(scale q.k, b, h, i, j)"""
+        if self.score_mod is None:
+            return self.scaled
+        return np.broadcast_to(np.asarray(self.score_mod(self.scaled, *self.indices)), self.pairs)
 
-    def indices(self) -> tuple[np.ndarray, ...]:
+    @step
+    def indices(self):
+        """b, h, i and j of every pair."""
         b = np.arange(math.prod(self.lead)).reshape(*self.lead, 1, 1, 1)
-        at = (b, np.arange(self.h)[:, None, None], self.i, self.j)
-        return tuple(np.broadcast_to(n, self.whole) for n in at)
+        at = (b, np.arange(self.heads)[:, None, None], self.i, self.j)
+        return tuple(np.broadcast_to(n, self.pairs) for n in at)
 
-    def distance(self) -> np.ndarray:
+    @step
+    def distance(self):
+        """ALiBi's |i + offset - j|"""
         return np.abs(self.ahead)
 
-    def capped(self) -> np.ndarray:
-        return self.cap * np.tanh(self.inside / self.cap)
+    @step
+    def position_bias(self):
+        """-slope |i + offset - j|"""
+        return 0.0 if self.alibi_slopes is None else -self.alibi_slopes[:, None, None] * self.distance
 
-    def masked(self) -> np.ndarray:
+    @step
+    def added(self):
+        """bias + ALiBi"""
+        return (0.0 if self.bias is None else self.bias) + self.position_bias
+
+    @step
+    def cap(self):
+        return None if self.softcap is None else np.reshape(self.softcap, ())[()]
+
+    @step
+    def capped_input(self):
+        """What the cap acts on."""
+        return self.modified + self.added if self.softcap_after_bias else self.modified
+
+    @step
+    def capped(self):
+        """cap tanh(x / cap)"""
+        return self.capped_input if self.cap is None else self.cap * np.tanh(self.capped_input / self.cap)
+
+    @step
+    def hidden(self):
+        """Pairs hidden by -inf from score_mod or bias, before any cap."""
+        hidden = np.zeros(self.pairs, dtype=bool)
+        if self.score_mod is not None:
+            hidden = hidden | np.isneginf(self.modified.real)
+        return hidden if self.bias is None else hidden | np.isneginf(self.bias.real)
+
+    @step
+    def logits(self):
+        """What meets visibility."""
+        logits = self.capped if self.softcap_after_bias else self.capped + self.added
+        return np.broadcast_to(logits, self.pairs)
+
+    @step
+    def shown_logits(self):
+        """The result ``logits``: as they meet visibility; -inf where bias or score_mod hide the pair, and in padding."""
+        padded = ~(self.visible_by_query_lengths & self.visible_by_key_lengths)
+        return np.where(self.hidden | padded, -np.inf, self.logits)
+
+    @step
+    def seen(self):
+        """Visible, and not hidden by -inf."""
+        return self.visible & ~self.hidden
+
+    @step
+    def masked_logits(self):
+        """Logits where seen, -inf elsewhere."""
         return np.where(self.seen, self.logits, -np.inf)
 
-    def maximum(self) -> np.ndarray:
-        top = self.faced.max(-1, keepdims=True, initial=-np.inf)
-        return np.maximum(top, self.sinks.max(-1, keepdims=True, initial=-np.inf))
+    # ------------------------------------------------------------------ softmax
 
-    def exponentials(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.exp(self.faced - self.shift), np.exp(self.sinks - self.shift)
+    @step
+    def real_rows(self):
+        """Rows that are no padding, (..., 1, q, 1)."""
+        return np.broadcast_to(self.visible_by_query_lengths, (*self.pairs[:-1], 1))
 
-    def row_sum(self) -> np.ndarray:
-        return self.p.sum(-1, keepdims=True) + self.s.sum(-1, keepdims=True)
+    @step
+    def sink_logits(self):
+        """(h, 1, n)"""
+        if self.sinks is None:
+            return np.zeros((self.heads, 1, 0))
+        return np.reshape(self.sinks, (self.heads, 1, -1))
 
-    def normalized(self) -> np.ndarray:
-        return divide(self.p, self.total)
+    @step
+    def maximum(self):
+        """Largest logit of a row, sinks included; 0 where there is none."""
+        top = self.masked_logits.real.max(-1, keepdims=True, initial=-np.inf)
+        top = np.maximum(top, self.sink_logits.real.max(-1, keepdims=True, initial=-np.inf))
+        return np.where(np.isneginf(top), 0.0, top)
 
-    def contracted(self) -> np.ndarray:
-        return product(self.weights * self.kept, self.v, self.seen | (self.weights != 0))
+    @step
+    def exponential(self):
+        return np.exp
 
-    def log_sum(self) -> np.ndarray:
-        if self.get("lse_includes_sinks") is False:
-            return self.shift + np.log(self.p.sum(-1, keepdims=True))
-        return self.full_lse
+    @step
+    def exponentials(self):
+        """exp(logits - maximum)"""
+        return self.exponential(self.masked_logits - self.maximum)
 
-    def stored_lse(self) -> np.ndarray:
-        return self.lse
+    @step
+    def sink_exponentials(self):
+        """exp(sinks - maximum), (..., h, q, n)"""
+        return self.exponential(self.sink_logits - self.maximum)
+
+    @step
+    def key_sum(self):
+        """Sum of the exponentials of a row."""
+        return self.exponentials.sum(-1, keepdims=True)
+
+    @step
+    def row_sum(self):
+        """Sum of the exponentials of a row, sinks included."""
+        return self.key_sum + self.sink_exponentials.sum(-1, keepdims=True)
+
+    @step
+    def weights(self):
+        """exp(logits - maximum) / row_sum"""
+        return np.where(self.real_rows, divide(self.exponentials, self.row_sum), 0.0)
+
+    @step
+    def dropout(self):
+        """Factors of the weights: keep / (1 - rate)"""
+        if self.dropout_mask is None:
+            return np.ones(self.pairs)
+        return np.broadcast_to(self.dropout_mask, self.pairs) / (1 - self.dropout_rate)
+
+    @step
+    def used_weights(self):
+        """weights after dropout"""
+        return self.weights * self.dropout
+
+    @step
+    def output(self):
+        """weights . v"""
+        seen = self.seen | (self.weights != 0)
+        return contract("...hqk,...hke->...hqe", self.used_weights, self.values_of_head, seen)
+
+    @step
+    def log_row_sum(self):
+        """The lse with the sinks: what a backward rebuilds the weights from."""
+        return np.where(self.real_rows, self.maximum + np.log(self.row_sum), -np.inf)[..., 0]
+
+    @step
+    def lse(self):
+        """maximum + ln(row_sum)"""
+        if self.lse_includes_sinks:
+            return self.log_row_sum
+        return np.where(self.real_rows, self.maximum + np.log(self.key_sum), -np.inf)[..., 0]
 
     # ------------------------------------------------------------------ backward
 
-    def backward(self, cotangents: Arguments) -> dict[str, np.ndarray]:
-        d_output, d_lse = self.cotangents(*(cotangents.get(n) for n in ("output", "lse")))
-        weights = self.recomputed()
-        kept = self.kept_again()
-        touched = self.seen | np.isnan(weights)
-        d_weights = np.where(touched, self.value_cotangent(d_output) @ transpose(self.v), 0.0)
-        self.delta = np.where(self.real, (d_output * self.output).sum(-1, keepdims=True), 0.0)
-        d_logits = self.softmax_pull(weights, kept, d_weights, d_output)
-        lse = self.lse[..., None]
-        share = weights if self.get("lse_includes_sinks") is not False else np.exp(self.faced - lse)
-        d_logits = np.where(touched, d_logits + np.where(np.isneginf(lse), 0.0, share) * d_lse, 0.0)
+    @step
+    def d_output(self):
+        return self.cotangent("output")
 
-        found: dict[str, Any] = {}
-        d_inside = d_logits
-        if self.cap is not None:
-            x = self.inside / self.cap
-            found["softcap"] = np.where(touched, d_logits * (np.tanh(x) - x * (1 - np.tanh(x) ** 2)), 0.0)
-            d_inside = np.where(touched, d_logits * self.bend(), 0.0)
-        d_added = d_inside if self.cap_last and self.cap is not None else d_logits
-        if self.get("alibi_slopes") is not None:
-            found["alibi_slopes"] = -np.moveaxis(d_added * self.distance(), -3, -1)
-        if self.get("bias") is not None:
-            found["bias"] = self.bias_pull(d_added, self.array("bias").shape)
-        if self.get("score_mod") is not None:
-            d_inside = np.where(touched, d_inside * _slope(self.get("score_mod"), self.raw, self.indices()), 0.0)
-        found["scale"] = np.where(touched, d_inside * self.dot, 0.0)
-        d_dot = d_inside * self.scale_again()
-        found["q"] = self.pull_q(d_dot, touched)
-        found["k"] = self.over_group(self.pull_k(d_dot, touched))
-        found["v"] = self.over_group(self.pull_v(weights * kept, d_output, touched))
-        if self.get("sinks") is not None:
-            d_sinks = self.sinks_pull(self.s / self.total, 0.0 if self.get("lse_includes_sinks") is False else d_lse)
-            d_sinks = np.where(self.real, d_sinks, 0.0).reshape(-1, self.h, self.rows, self.sinks.shape[-1]).sum((0, 2))
-            found["sinks"] = d_sinks.reshape(np.shape(self.get("sinks")))
-        for name in {"softcap", "scale"} & set(found):
-            found[name] = np.asarray(found[name].sum())
-        return {n: sum_to_shape(x, np.shape(self.get(n))) for n, x in found.items() if self.get(n) is not None}
+    @step
+    def d_lse(self):
+        return self.cotangent("lse")
 
-    def cotangents(self, d_output: Any, d_lse: Any) -> tuple[np.ndarray, np.ndarray]:
-        d_output = np.zeros(self.output.shape) if d_output is None else np.asarray(d_output, dtype=np.float64)
-        d_lse = np.zeros(self.lse.shape) if d_lse is None else np.asarray(d_lse, dtype=np.float64)
-        return d_output, d_lse[..., None]
+    @step
+    def rebuilt_weights(self):
+        """The weights as the backward has them; exp(logits - lse) where an lse is handed over."""
+        if not self.is_handed("lse"):
+            return self.weights
+        lse = self.lse
+        if not self.lse_includes_sinks:
+            lse = np.logaddexp(lse, np.logaddexp.reduce(self.sink_logits[:, 0], axis=-1, initial=-np.inf)[:, None])
+        shift = np.where(np.isneginf(lse), 0.0, lse)[..., None]
+        return np.where(self.seen & self.real_rows, self.exponential(self.logits - shift), 0.0)
 
-    def recomputed(self) -> np.ndarray:
-        """The weights as the backward sees them; it may change ``seen`` too."""
-        return self.weights
+    @step
+    def touched(self):
+        """Pairs that the backward may touch."""
+        return self.seen | np.isnan(self.rebuilt_weights)
 
-    def kept_again(self) -> np.ndarray:
-        return self.kept
+    @step
+    def rebuilt_dropout(self):
+        return self.dropout
 
-    def value_cotangent(self, d_output: np.ndarray) -> np.ndarray:
-        return d_output
+    @step
+    def d_used_weights(self):
+        """dO . v"""
+        return np.where(self.touched, einsum("...hqe,...hke->...hqk", self.d_output, self.values_of_head), 0.0)
 
-    def softmax_pull(
-        self, weights: np.ndarray, kept: np.ndarray, d_weights: np.ndarray, d_output: np.ndarray
-    ) -> np.ndarray:
-        return weights * (kept * d_weights - self.delta)
+    @step
+    def d_weights(self):
+        """dP through the dropout"""
+        return self.rebuilt_dropout * self.d_used_weights
 
-    def bend(self) -> np.ndarray:
-        return 1 - np.tanh(self.inside / self.cap) ** 2
+    @step
+    def delta(self):
+        """The row term dO . output of the softmax's derivative."""
+        return np.where(self.real_rows, (self.d_output * self.output).sum(-1, keepdims=True), 0.0)
 
-    def scale_again(self) -> float:
+    @step
+    def lse_share(self):
+        """d lse / d logits"""
+        if self.lse_includes_sinks:
+            return self.rebuilt_weights
+        return np.where(self.real_rows, divide(self.exponentials, self.key_sum), 0.0)
+
+    @step
+    def d_softmax(self):
+        """P (dP - delta)"""
+        return self.rebuilt_weights * (self.d_weights - self.delta)
+
+    @step
+    def d_logits(self):
+        """P (dP - delta) + P d_lse"""
+        shared = np.where(self.lse_share == 0, 0.0, self.lse_share * self.d_lse[..., None])
+        return np.where(self.touched, self.d_softmax + shared, 0.0)
+
+    @step
+    def cap_slope(self):
+        """1 - tanh(x / cap)^2"""
+        return 1.0 if self.cap is None else 1 - np.tanh(self.capped_input / self.cap) ** 2
+
+    @step
+    def d_capped_input(self):
+        return np.where(self.touched, self.d_logits * self.cap_slope, 0.0)
+
+    @step
+    def d_added(self):
+        return self.d_capped_input if self.softcap_after_bias else self.d_logits
+
+    @step
+    def d_scaled(self):
+        """The cotangent of scale q.k, through score_mod."""
+        if self.score_mod is None:
+            return self.d_capped_input
+        slope = getattr(self.score_mod, "derivative", None)
+        if slope is None:
+            slope = lambda x, *at: np.imag(self.score_mod(x + 1e-30j, *at)) / 1e-30  # noqa: E731
+        return np.where(self.touched, self.d_capped_input * slope(self.scaled, *self.indices), 0.0)
+
+    @step
+    def scale_of_gradients(self):
+        """The scale in dQ and dK."""
         return self.scale
 
-    def bias_pull(self, d_added: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        return sum_to_shape(d_added, shape)
+    @step
+    def d_products(self):
+        return self.scale_of_gradients * self.d_scaled
 
-    def sinks_pull(self, probability: np.ndarray, d_lse: Any) -> np.ndarray:
-        return probability * (d_lse - self.delta)
+    @step
+    def d_q(self):
+        """scale dS . k"""
+        return contract("...hqk,...hkd->...hqd", self.d_products, self.keys_of_head, self.touched)
 
-    def pull_q(self, d_dot: np.ndarray, touched: np.ndarray) -> np.ndarray:
-        return product(d_dot, self.k, touched)
+    @step
+    def d_keys_of_head(self):
+        """scale dS^T . q, for every query head"""
+        return contract("...hqk,...hqd->...hkd", self.d_products, self.q, self.touched)
 
-    def pull_k(self, d_dot: np.ndarray, touched: np.ndarray) -> np.ndarray:
-        return product(transpose(d_dot), self.q, transpose(touched))
+    @step
+    def d_values_of_head(self):
+        """P^T . dO, for every query head"""
+        used = self.rebuilt_weights * self.rebuilt_dropout
+        return contract("...hqk,...hqe->...hke", used, self.d_output, self.touched)
 
-    def pull_v(self, used: np.ndarray, d_output: np.ndarray, touched: np.ndarray) -> np.ndarray:
-        return product(transpose(used), d_output, transpose(touched))
+    @step
+    def query_heads_summed(self):
+        """(g, h) ones where key head g serves query head h."""
+        return (np.arange(self.key_heads)[:, None] == self.key_head).astype(float)
 
-    def by_group(self, x: np.ndarray, tiled: bool) -> np.ndarray:
-        """(..., h, k, d) -> (r, ..., g, k, d): the r query heads of each key head."""
-        r = self.h // self.g
-        x = x.reshape(*x.shape[:-3], *((r, self.g) if tiled else (self.g, r)), *x.shape[-2:])
-        return np.moveaxis(x, -4 if tiled else -3, 0)
+    @step
+    def d_k(self):
+        """The sum over the query heads of a key head."""
+        return contract("gh,...hkd->...gkd", self.query_heads_summed, self.d_keys_of_head, self.query_heads_summed != 0)
 
-    def over_group(self, x: np.ndarray) -> np.ndarray:
-        return self.by_group(x, self.tiled_heads).sum(0)
+    @step
+    def d_v(self):
+        """The sum over the query heads of a key head."""
+        return contract(
+            "gh,...hke->...gke", self.query_heads_summed, self.d_values_of_head, self.query_heads_summed != 0
+        )
+
+    @step
+    def d_bias(self):
+        return sum_to_shape(self.d_added, np.shape(self.argument("bias")))
+
+    @step
+    def d_scale(self):
+        """Sum of dS q.k"""
+        return np.where(self.touched, self.d_scaled * self.products, 0.0).sum()
+
+    @step
+    def d_softcap(self):
+        """Sum of dS (tanh(x) - x (1 - tanh(x)^2)), x = input / cap"""
+        x = self.capped_input / self.cap
+        return np.where(self.touched, self.d_logits * (np.tanh(x) - x * self.cap_slope), 0.0).sum()
+
+    @step
+    def d_alibi_slopes(self):
+        """-sum of dS |i + offset - j|"""
+        return -np.moveaxis(self.d_added * self.distance, -3, -1).sum(axis=tuple(range(self.d_added.ndim - 1)))
+
+    @step
+    def sink_weights(self):
+        """exp(sink - lse), (..., h, q, n)"""
+        return np.where(self.real_rows, divide(self.sink_exponentials, self.row_sum), 0.0)
+
+    @step
+    def d_sink_logits(self):
+        """w_sink (d_lse - delta)"""
+        d_lse = self.d_lse[..., None] if self.lse_includes_sinks else 0.0
+        return np.where(self.sink_weights == 0, 0.0, self.sink_weights * (d_lse - self.delta))
+
+    @step
+    def d_sinks(self):
+        by_head = self.d_sink_logits.sum(axis=(*range(len(self.lead)), -2))
+        return np.reshape(by_head, np.shape(self.argument("sinks")))
 
 
-def transpose(x: np.ndarray) -> np.ndarray:
-    return np.swapaxes(x, -1, -2)
+def per_batch(value: Any, lead: tuple[int, ...]) -> np.ndarray:
+    """Ints per batch (or one for all), laid out against (..., h, q, k)."""
+    value = np.asarray(value)
+    if value.ndim == 1 and value.size == math.prod(lead):
+        value = value.reshape(lead)
+    return np.broadcast_to(value, lead)[..., None, None, None]
 
 
-def conjunction(parts: dict[str, Any]) -> Any:
-    return reduce(operator.and_, parts.values())
+def divide(exponentials: np.ndarray, row_sum: np.ndarray) -> np.ndarray:
+    """exponentials / row_sum, and 0 in rows without any mass."""
+    return np.where(row_sum == 0, 0.0, exponentials / np.where(row_sum == 0, 1.0, row_sum))
 
 
-def divide(p: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """p / total, and 0 in rows without any mass."""
-    return np.where(total == 0, 0.0, p / np.where(total == 0, 1.0, total))
-
-
-def product(weights: np.ndarray, values: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """``weights @ values`` over the pairs of ``seen``: 0 times NaN does not enter."""
-    if np.isfinite(values).all():
-        return weights @ values
-    return np.where(seen[..., None], weights[..., None] * values[..., None, :, :], 0.0).sum(-2)
-
-
-def _slope(score_mod: Any, logits: np.ndarray, at: tuple[np.ndarray, ...]) -> np.ndarray:
-    """Derivative of a score_mod: its own, else complex step."""
-    derivative = getattr(score_mod, "derivative", None)
-    if derivative is not None:
-        return np.asarray(derivative(logits, *at), dtype=np.float64)
-    return np.imag(score_mod(logits + 1e-30j, *at)) / 1e-30
+definition = ScaledDotProduct

@@ -1,7 +1,7 @@
 """The ways people get multi-head attention wrong, each as the numbers that the mistake gives.
 
 :class:`Layer` writes the layer down once more in float64 NumPy, forward and backward, in steps that a mistake replaces; the
-softmax in it is that of :class:`~refattn.definitions.scaled_dot_product.Steps`.  Mistakes of softmax attention in general come from
+softmax in it is that of :class:`~refattn.definitions.dense_steps.Steps`.  Mistakes of softmax attention in general come from
 ``dense_mistakes``, with the projections of the layer around them.
 """
 
@@ -12,8 +12,8 @@ import numpy as np
 
 from refattn.arrays import sum_to_shape
 from refattn.contraction import einsum
+from refattn.definitions.dense_steps import Steps
 from refattn.definitions.multi_head import with_extra_keys
-from refattn.definitions.scaled_dot_product import Steps
 from refattn.mistakes.scaled_dot_product import dense_mutations
 from refattn.records import Mutation, Result
 

@@ -1,7 +1,7 @@
 """The ways people get softmax attention wrong, each as the numbers that the mistake gives.
 
 A mistake changes the arguments (the causal flag is forgotten) or replaces a step of
-:class:`~refattn.definitions.scaled_dot_product.Steps` (the running maximum is clamped).  The gradients that come with a wrong
+:class:`~refattn.definitions.dense_steps.Steps` (the running maximum is clamped).  The gradients that come with a wrong
 forward are those that the right backward makes of the wrong weights; a mistake of the backward alone has no forward.
 
 The verifier holds these numbers against those of a failing kernel.  A mistake that changes nothing for the arguments at
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from refattn.arrays import sum_to_shape
-from refattn.definitions.scaled_dot_product import Arguments, Steps, conjunction, divide, product, transpose
+from refattn.definitions.dense_steps import Arguments, Steps, conjunction, divide, product, transpose
 from refattn.records import Mutation, Result
 
 __all__ = ["dense_mutations", "mutations_for"]

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from refattn import patterns
+from refattn.definitions.dense_steps import Steps
 from refattn.definitions.key_sets import other_keys, sparse_keys
-from refattn.definitions.scaled_dot_product import Steps
 from refattn.mistakes.scaled_dot_product import mutations_for
 from refattn.records import Mutation, Result
 

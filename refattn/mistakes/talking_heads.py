@@ -1,7 +1,7 @@
 """The ways people get Talking-Heads attention wrong, each as the numbers that the mistake gives.
 
 :class:`Talking` writes the mechanism down once more in float64 NumPy, with a coefficient for every pair of heads and of
-positions, in steps that a mistake replaces.  Its softmax is that of :class:`~refattn.definitions.scaled_dot_product.Steps`, which gets the
+positions, in steps that a mistake replaces.  Its softmax is that of :class:`~refattn.definitions.dense_steps.Steps`, which gets the
 projected logits as queries and one unit vector for each key: its output then is the weights.  So the mistakes of softmax
 attention in general become mistakes of the softmax between the projections.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from refattn.arrays import sum_to_shape
-from refattn.definitions.scaled_dot_product import Steps, product, transpose
+from refattn.definitions.dense_steps import Steps, product, transpose
 from refattn.mistakes.scaled_dot_product import dense_mutations
 from refattn.records import Mutation, Result
 

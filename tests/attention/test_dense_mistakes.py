@@ -8,7 +8,7 @@ from ml_dtypes import bfloat16
 
 from refattn import patterns
 from refattn.definitions.dense_loop import definition
-from refattn.definitions.scaled_dot_product import Steps
+from refattn.definitions.dense_steps import Steps
 from refattn.mistakes.scaled_dot_product import dense_mutations, mutations_for
 from refattn.records import Result
 
