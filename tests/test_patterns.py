@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import sys
+import time
 from pathlib import Path
 
 import array_api_strict
@@ -256,6 +258,86 @@ def test_large_counts_go_by_rows_not_by_pairs(monkeypatch):
     assert patterns.lengths([3, million], [4, 5]).pairs(million, million) == 3 * 4 + 5 * million
 
 
+def drawn(rng, q, k):
+    """A pattern of random kind, with ends that meet the edges of q x k in every way."""
+    count = lambda high: int(rng.integers(0, high))  # noqa: E731
+    align = ["upper_left", "lower_right", count(100) - 50, rng.integers(-30, 30, 3)][count(4)]
+    stride = 4 + count(16)
+    return [
+        lambda: patterns.causal(align),
+        lambda: patterns.window(None if count(3) == 0 else count(60), None if count(3) == 0 else count(60), align),
+        lambda: patterns.prefix(count(k + 9)),
+        lambda: patterns.dilated(1 + count(8)),
+        lambda: patterns.strided(stride, ["both", "first", "second"][count(3)]),
+        lambda: patterns.fixed(stride, 1 + count(2), summary_offsets=rng.integers(0, stride - 2, 2)),
+        lambda: patterns.lengths(rng.integers(0, q + 1, 3), rng.integers(0, k + 1, 3)),
+        lambda: patterns.documents(np.sort(rng.integers(0, 3, (3, q))), np.sort(rng.integers(0, 3, (3, k)))),
+        lambda: patterns.blocks(rng.random((-(-q // stride), -(-k // stride))) < 0.4, stride),
+    ][count(9)]()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_counts_from_few_rows_are_those_of_the_mask(seed):
+    rng = np.random.default_rng(seed)
+    q, k = (int(n) for n in rng.integers(1, 500, 2))
+    pattern = drawn(rng, q, k)
+    for _ in range(seed % 3):
+        other = drawn(rng, q, k)
+        pattern = [pattern & other, pattern | other, ~pattern & other][rng.integers(3)]
+    counts = np.count_nonzero(pattern.to_mask(q, k), axis=-1)
+    assert pattern.pairs(q, k) == counts.sum()
+    np.testing.assert_array_equal(pattern.row_counts(q, k), counts)
+
+
+@pytest.mark.parametrize("n", [10**6, 10**12])
+def test_counts_of_any_size_take_no_time(n):
+    """A tenth of a second is a thousand times what they take; walking a million rows takes as long."""
+    start = time.perf_counter()
+    assert patterns.causal().pairs(n, n) == n * (n + 1) // 2
+    assert (patterns.causal() & patterns.window(4, 4) | patterns.prefix(3)).pairs(n, n) == 8 * n - 25
+    near, second, common = 1001 * n - 1000 * 1001 // 2, 1000 * (n // 1000) * (n // 1000 + 1) // 2, 2 * n - 1000
+    assert patterns.strided(1000).pairs(n, n) == near + second - common
+    assert time.perf_counter() - start < 0.1
+
+
+HUGE = [sys.maxsize, -sys.maxsize, 10**30, -(10**30)]
+
+
+@pytest.mark.parametrize("n", HUGE)
+def test_huge_counts_and_offsets_do_not_wrap(n):
+    q, k = 4, 5
+    i, j = np.arange(q)[:, None], np.arange(k)
+    cases = [(patterns.causal(n), j <= i.astype(object) + n)]
+    if n > 0:
+        cases += [
+            (patterns.window(1, n, 0), j >= i - 1),
+            (patterns.window(n, 1, 0), j <= i + 1),
+            (patterns.window(n, n, align=-n), j <= i),
+            (patterns.strided(n), j <= i),
+            (patterns.strided(n, "second"), j == i),
+            (patterns.dilated(n), j == i),
+            (patterns.fixed(n, 1), j <= i),
+            (patterns.fixed(n, n, "second"), j <= i),
+            (patterns.fixed(n, 2, "second"), np.zeros((q, k), bool)),
+        ]
+    if abs(n) == sys.maxsize:
+        cases.append((patterns.window(1, sys.maxsize, align=np.array([n])), (j <= i) & (n < 0)))
+    for pattern, want in cases:
+        np.testing.assert_array_equal(pattern.to_mask(q, k), want.astype(bool), err_msg=repr(pattern))
+        assert pattern.pairs(q, k) == np.count_nonzero(want)
+        lowest, highest = pattern.key_range(1, 3, q=q, k=k)
+        assert not np.delete(want[1:3], np.s_[lowest:highest], axis=1).any()
+        assert pattern.classify(0, q, 0, k, q=q, k=k) == (
+            "full" if want.all() else "partial" if want.any() else "empty"
+        )
+
+
+def test_short_and_unsigned_positions_do_not_wrap():
+    i, j = np.arange(3, dtype=np.uint8)[:, None], np.arange(4, dtype=np.int8)
+    for pattern in (patterns.dilated(2), patterns.strided(2), patterns.window(1, 0, -1)):
+        np.testing.assert_array_equal(pattern.visible(i, j, q=3, k=4), pattern.to_mask(3, 4))
+
+
 def test_counting_by_tiles_skips_what_is_empty_or_full():
     """Neither part is an interval, so only the tiles on the edge are looked at."""
     n = 4096
@@ -444,6 +526,15 @@ def test_an_alignment_is_asked_for_where_it_matters():
         (lambda p: p.mask_mod(lambda b, h, i, j: i + j).to_mask(2, 2), "expected a bool array"),
         (lambda p: p.prefix([1, 2]).to_mask(2, 2, batch=3), "2 batch entries of its own"),
         (lambda p: p.causal().visible(np.zeros(2), np.zeros(2), q=2, k=2), "i has dtype float64"),
+        (lambda p: p.prefix(10**30), "n is .* below 2"),
+        (lambda p: p.causal(np.uint64(2**63)), "align is .* below 2"),
+        (lambda p: p.lengths(key_lengths=[1, [2]]), "key_lengths is .*expected an array"),
+        (lambda p: p.by_head(None, [0]), "parts are None"),
+        (lambda p: p.by_head([], [0]), "parts are"),
+        (lambda p: p.dense([[True], [True, False]]), "mask is .*expected an array"),
+        (lambda p: p.causal().to_mask("4", 4), "q is '4'"),
+        (lambda p: p.causal().pairs(10**30, 10**30), "q is 1000"),
+        (lambda p: p.causal().to_mask(4, 4, batch=-1), "batch is -1"),
     ],
 )
 def test_bad_input_is_named(build, message):
