@@ -353,7 +353,7 @@ BAD = {
     ),
     "strided_summary": ({"summary": 1}, ValueError, "the strided pattern has no summary columns"),
     "pattern": ({"pattern": "dilated"}, ValueError, "pattern is 'dilated'"),
-    "pattern_object": ({"pattern": patterns.causal()}, TypeError, "pattern is a _Band: expected 'strided' or 'fixed'"),
+    "pattern_object": ({"pattern": patterns.causal()}, TypeError, "pattern is a Band: expected 'strided' or 'fixed'"),
     "heads": ({"heads": "both"}, ValueError, "heads is 'both'"),
     "variant": ({"variant": "old"}, ValueError, "variant is 'old'"),
     "layer": ({"heads": "interleaved"}, ValueError, "layer is missing"),
