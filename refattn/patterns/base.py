@@ -9,7 +9,7 @@ import numpy as np
 
 from refattn.arrays import device as device_of
 from refattn.arrays import is_array, is_bool, is_integer, namespace, require_integer, to_numpy
-from refattn.patterns.counting import CHUNK, LARGEST, Ends, all_rows, runs
+from refattn.patterns.counting import CHUNK, Ends, all_rows, runs
 
 __all__ = ["Pattern", "PerBatch", "Which", "host_array", "host_ints", "taken"]
 
@@ -261,7 +261,7 @@ class Pattern:
 
     def _fits(self, q: int, k: int) -> None:
         for name, n in (("q", q), ("k", k)):
-            require_count(name, n)
+            require_integer(name, n, minimum=0)
         self._check(q, k)
 
     def _check(self, q: int, k: int) -> None:
@@ -321,7 +321,7 @@ class Pattern:
             ("heads", "heads", self.heads, heads),
         ):
             if asked is not None:
-                require_count(argument, asked)
+                require_integer(argument, asked, minimum=0)
                 if own not in (1, asked):
                     raise ValueError(f"{self!r} has {own} {what} of its own: {asked} were asked for")
             index.append(None if asked is None and own == 1 else np.arange(own if asked is None else asked))
@@ -397,12 +397,6 @@ class PerBatch(Pattern):
     def _values(self, xp: Any, name: str, b: Any) -> Any:
         """Entries of an own array (n,) for an index array b: a Python int where there is only one."""
         return int(getattr(self, name)[0]) if self._rows == 1 else self._lookup(xp, name, self._row(xp, b))
-
-
-def require_count(name: str, n: Any) -> None:
-    """Reject what is no size: no integer, negative, or beyond ``counting.LARGEST``."""
-    if require_integer(name, n, minimum=0) > LARGEST:
-        raise ValueError(f"{name} is {n}: expected at most 2**48")
 
 
 def host_array(name: str, x: Any) -> Any:

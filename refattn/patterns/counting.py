@@ -11,12 +11,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-__all__ = ["LARGEST", "Ends", "all_rows", "runs"]
-
-LARGEST = 1 << 48
-"""Sizes beyond are refused: positions and their sums stay far from the ends of 64 bits."""
+__all__ = ["CHUNK", "Ends", "all_rows", "runs"]
 
 CHUNK = 1 << 18
+"""Pairs or rows looked at in one piece."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Patterns of the distance between query and key, and of fixed blocks of positions."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -150,8 +151,8 @@ class Fixed(Pattern):
     """Own block of ``stride`` tokens, and summary columns at the same residues of every block."""
 
     def __init__(self, stride: int, summary: int, part: str, summary_offsets: Any) -> None:
-        self._stride = require_integer("stride", stride, minimum=1)
-        self._summary = require_integer("summary", summary, minimum=1)
+        self._stride = require_integer("stride", stride, minimum=1, maximum=sys.maxsize)
+        self._summary = require_integer("summary", summary, minimum=1, maximum=sys.maxsize)
         require_one_of("part", part, ("both", "first", "second"))
         self._part = part
         offsets = host_ints("summary_offsets", summary_offsets)

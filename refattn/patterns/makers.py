@@ -1,5 +1,6 @@
 """The functions that make patterns."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ def window(left: int | None, right: int | None, align: str | int | Any = None) -
     """
     for name, value in (("left", left), ("right", right)):
         if value is not None:
-            require_integer(name, value, minimum=0)
+            require_integer(name, value, minimum=0, maximum=sys.maxsize)
     align = parse_align(align)
     left, right = (None if x is None else int(x) for x in (left, right))
     return Band("window", left, right, near=None if right is None else -right, far=left, align=align, shown=align)
@@ -73,7 +74,7 @@ def prefix(n: int | Any) -> Pattern:
 
 def dilated(step: int) -> Pattern:
     """Query i sees the keys with (i - j) mod step = 0, on both sides."""
-    return Spaced("dilated", require_integer("step", step, minimum=1))
+    return Spaced("dilated", require_integer("step", step, minimum=1, maximum=sys.maxsize))
 
 
 def strided(stride: int, part: str = "both", variant: str = "paper") -> Pattern:
@@ -82,7 +83,7 @@ def strided(stride: int, part: str = "both", variant: str = "paper") -> Pattern:
     ``"first"``: 0 <= i - j <= stride in the paper (stride + 1 keys), < stride in its code; ``"second"``: 0 <= i - j and
     (i - j) mod stride = 0; ``"both"``: one or the other.  Source: arXiv:1904.10509, section 4.2.
     """
-    stride = require_integer("stride", stride, minimum=1)
+    stride = require_integer("stride", stride, minimum=1, maximum=sys.maxsize)
     require_one_of("part", part, ("both", "first", "second"))
     require_one_of("variant", variant, ("paper", "code"))
     if part == "first":
