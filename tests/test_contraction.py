@@ -157,6 +157,13 @@ def test_halves_are_summed_in_float32(dtype):
     assert einsum("ij,ij->j", ones, np.ones((4096, 2), np.float32)).dtype == np.float32
 
 
+def arranged(x, arrangement):
+    """An operand as it is laid out for the product."""
+    x = x if arrangement.summed is None else x.sum(axis=arrangement.summed)
+    x = x if arrangement.axes is None else x.transpose(arrangement.axes)
+    return x if arrangement.shape is None else x.reshape(arrangement.shape)
+
+
 @pytest.mark.parametrize(
     "spec, shapes",
     [
@@ -174,8 +181,8 @@ def test_operands_are_not_copied(spec, shapes):
     """Every operand of a common product reaches BLAS as a view."""
     (step,) = contraction._plan(spec, tuple(shapes)).steps
     arrays = [np.zeros(shape, np.float32) for shape in shapes]
-    left = contraction._arrange(np, arrays[step.left], step.arrange_left)
-    right = contraction._arrange(np, arrays[step.right], step.arrange_right)
+    left = arranged(arrays[step.left], step.arrange_left)
+    right = arranged(arrays[step.right], step.arrange_right)
     assert np.shares_memory(left, arrays[step.left])
     assert np.shares_memory(right, arrays[step.right])
     assert step.product == ("multiply" if spec == "...hqk,...hq->...hqk" else "matmul")
@@ -184,8 +191,8 @@ def test_operands_are_not_copied(spec, shapes):
 def test_the_larger_operand_decides_the_order_of_contracted_axes():
     (step,) = contraction._plan("qab,bam->qm", ((64, 8, 9), (9, 8, 4))).steps
     q, m = np.zeros((64, 8, 9)), np.zeros((9, 8, 4))
-    assert np.shares_memory(contraction._arrange(np, q, step.arrange_left), q)
-    assert not np.shares_memory(contraction._arrange(np, m, step.arrange_right), m)
+    assert np.shares_memory(arranged(q, step.arrange_left), q)
+    assert not np.shares_memory(arranged(m, step.arrange_right), m)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +207,39 @@ def test_the_larger_operand_decides_the_order_of_contracted_axes():
 def test_results_come_in_the_order_asked_for(spec, shapes):
     """The factor that owns the last axis is the right one of the product: no transposed result."""
     assert einsum(spec, *map(np.zeros, shapes)).flags.c_contiguous
+
+
+@pytest.mark.parametrize(
+    "spec, shapes, used",
+    [
+        ("...qd,...kd->...qk", [(2, 3, 7, 4), (2, 3, 5, 4)], True),
+        ("...qd,...kd->...qk", [(2, 3, 4, 7, 4), (2, 3, 1, 5, 4)], True),  # one product of (4 x 7) rows per key head
+        ("...qk,...qe->...ke", [(2, 1, 64, 32), (2, 3, 64, 16)], True),
+        ("ij,j->ij", [(3, 4), (4,)], True),
+        ("ij,jk,kl->il", [(3, 4), (4, 5), (5, 6)], True),
+        ("hqk,hx->xqk", [(4, 7, 5), (4, 2)], True),
+        ("ij,kj->ki", [(3, 4), (5, 4)], True),
+        ("gqd,gkd->qgk", [(3, 7, 4), (3, 5, 4)], False),  # the batch axis of the product is not the first of the output
+        ("ij->ji", [(3, 4)], False),
+    ],
+)
+def test_results_go_into_the_memory_offered(spec, shapes, used):
+    rng = np.random.default_rng(0)
+    operands = [rng.standard_normal(shape) for shape in shapes]
+    want = np.einsum(spec, *operands)
+    out = np.full(want.shape, np.nan)
+    got = einsum(spec, *operands, out=out)
+    assert np.allclose(got, want, rtol=1e-13, atol=1e-13)
+    assert np.shares_memory(got, out) == used
+    strict = [array_api_strict.asarray(x) for x in operands]
+    memory = array_api_strict.asarray(out)
+    assert np.allclose(np.asarray(einsum(spec, *strict, out=memory)), want, rtol=1e-13, atol=1e-13)
+
+
+def test_half_results_are_rounded_once_whatever_memory_is_offered():
+    x = np.full((1, 4096), 1.0, np.float16)
+    out = np.zeros((1, 1), np.float16)
+    assert einsum("ij,kj->ik", x, x, out=out)[0, 0] == 4096
 
 
 def test_three_operands_take_the_cheap_path():
