@@ -122,3 +122,41 @@ def assert_close(got, want, tolerance):
         error = np.where(same, 0.0, np.abs(got - want) / np.maximum(1.0, np.abs(want)))
     worst = np.max(error, initial=0.0)
     assert worst <= tolerance, f"{worst:.2e} > {tolerance:.2e} at {np.unravel_index(np.argmax(error), error.shape)}"
+
+
+def assert_definition_has_the_gradients(mechanism, arguments, rng, *, tolerance=1e-12):
+    """The definition's results and gradients are those of the mechanism, each in units of its largest entry (or of 1)."""
+    result, pullback = mechanism.vjp(**arguments)
+    want, definition_pullback = mechanism.definition.vjp(**arguments)
+    for field in want:
+        x = np.asarray(getattr(want, field))
+        assert_close(getattr(result, field), x, tolerance)
+    cotangents = random_cotangents(mechanism, result, rng)
+    gradients, wanted = pullback(**cotangents), definition_pullback(**cotangents)
+    assert set(gradients) == set(wanted)
+    for name, g in wanted.items():
+        assert_close(gradients[name], g, tolerance * max(1.0, np.abs(g).max(initial=0.0)))
+
+
+def assert_mistakes_show(mechanism, catalogue, examples, rng):
+    """Every mistake that is the catalogue's own shows in one of the examples: in results, in gradients, on each of its sides."""
+    from refattn.mistakes.engine import Case
+
+    wanted = {(m.class_, m.says): {(s, what) for s in m.sides for what in _shown_by(m, s)} for m in catalogue.own}
+    for options in examples:
+        given = {n: x for n, x in mechanism.example(rng, **options).items() if x is not None}
+        cotangents = random_cotangents(mechanism, mechanism.definition(**given), rng)
+        case = Case(catalogue.definition, given, cotangents)
+        for m in catalogue.own:
+            left = wanted[m.class_, m.says]
+            for side, what in sorted(left):
+                if getattr(case, what)(m, side) is not None:
+                    left.discard((side, what))
+    assert not {m: left for m, left in wanted.items() if left}
+
+
+def _shown_by(mistake, side):
+    """A wrong forward shows in results; whether in gradients too depends on what its backward is handed."""
+    if side == "forward":
+        return ("results",)
+    return ("gradients",) if side == "backward" or mistake.sides == ("backward",) else ("results",)

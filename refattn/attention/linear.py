@@ -45,7 +45,6 @@ from refattn.core import attend
 from refattn.core.options import per_batch
 from refattn.cost import DIRECTIONS, itemsize, require_sizes
 from refattn.mechanism import mechanism
-from refattn.mistakes.linear import linear_mutations
 from refattn.records import Cost, Result
 
 __all__ = ["linear_attention"]
@@ -306,62 +305,7 @@ def _quotient(total: Any, normalize: bool, eps: float) -> tuple[Any, Any, Any]:
     return _selected(xp.logical_not(empty), total[..., :-1] / divisor), divisor, empty
 
 
-# ------------------------------------------------------------------------------------------------ definition, counts, example
-
-
-def definition(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    *,
-    feature_map: str = "elu",
-    causal: bool = False,
-    scale: Any = None,
-    normalize: bool = True,
-    normalize_eps: float = 0.0,
-    state: Any = None,
-    normalizer: Any = None,
-    key_lengths: Any = None,
-    form: str = "parallel",
-    chunk: int = 64,
-) -> Result:
-    """One key after the other enters the state of its head; a query reads the state behind the keys that it sees."""
-    lead = np.broadcast_shapes(
-        *(np.shape(x)[:-3] for x in (q, k, v, state) if x is not None),
-        *(np.shape(x)[:-2] for x in (normalizer,) if x is not None),
-    )
-    (h, n_q, d), n_k, e = q.shape[-3:], k.shape[-2], v.shape[-1]
-    scale = (d**-0.5 if d else 1.0) if scale is None else float(np.reshape(scale, ()))
-    phi = (
-        (lambda x: x) if feature_map == "identity" else (lambda x: np.array([t + 1 if t > 0 else np.exp(t) for t in x]))
-    )
-    lengths = np.broadcast_to(
-        n_k if key_lengths is None else np.reshape(key_lengths, lead if np.size(key_lengths) > 1 else ()), lead
-    )
-    q, k, v = (np.broadcast_to(x, (*lead, *x.shape[-3:])) for x in (q, k, v))
-    states = np.array(np.broadcast_to(0.0 if state is None else state, (*lead, h, d, e)))
-    sums = np.array(np.broadcast_to(0.0 if normalizer is None else normalizer, (*lead, h, d)))
-    output = np.zeros((*lead, h, n_q, e))
-
-    def read(at: tuple[int, ...], i: int) -> np.ndarray:
-        f = scale * phi(q[at][i])
-        if not normalize:
-            return f @ states[at]
-        total = f @ sums[at] + normalize_eps
-        return np.zeros(e) if total == 0 else f @ states[at] / total
-
-    for at in np.ndindex(*lead, h):
-        for j in range(n_k):
-            if j < lengths[at[:-1]]:
-                feature = phi(k[at][j])
-                states[at] += feature[:, None] * v[at][j]
-                sums[at] += feature
-            if causal:
-                output[at][j] = read(at, j)
-        if not causal:
-            for i in range(n_q):
-                output[at][i] = read(at, i)
-    return Result(output=output, state=states, normalizer=sums)
+# ------------------------------------------------------------------------------------------------ counts, example
 
 
 def cost(
@@ -453,8 +397,6 @@ linear_attention = mechanism(
     backward,
     cost,
     example,
-    definition=definition,
-    mutations=linear_mutations,
     name="linear_attention",
     equation="output = phi(q) (state + phi(k)^T v) / (phi(q) . (normalizer + sum_k phi(k)))",
     paper="Katharopoulos, Vyas, Pappas, Fleuret 2020, arXiv:2006.16236, sections 3.2 and 3.3",

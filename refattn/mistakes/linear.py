@@ -1,283 +1,402 @@
-"""The ways people get linear attention wrong, each as the numbers that the mistake gives.
-
-:class:`Steps` writes linear attention down once more with its whole (q, k) matrix of weights, in float64, in steps that a
-mistake replaces.  It is right as it stands and shares nothing with the mechanism.
-"""
-
-from typing import Any
+"""How people get linear attention wrong: the normaliser, the state and its chunks, the features, the gradients."""
 
 import numpy as np
 
-from refattn.arrays import sum_to_shape
-from refattn.records import Mutation, Result
+from refattn.definitions.linear import Linear
+from refattn.definitions.steps import einsum, step
+from refattn.mistakes.engine import Catalogue
 
-__all__ = ["linear_mutations"]
+catalogue = Catalogue(Linear)
 
-Arguments = dict[str, Any]
-
-
-class Steps:
-    """One call on float64 arrays."""
-
-    def __init__(self, arguments: Arguments) -> None:
-        a = self.a = arguments
-        own = {"q": 3, "k": 3, "v": 3, "state": 3, "normalizer": 2}
-        given = {n: np.asarray(a[n], np.float64) for n in own if a.get(n) is not None}
-        self.lead = np.broadcast_shapes(*(x.shape[: x.ndim - own[n]] for n, x in given.items()))
-        self.q, self.k, self.v = (given[n] for n in "qkv")
-        self.d, self.n_q, self.n_k = self.q.shape[-1], self.q.shape[-2], self.k.shape[-2]
-        heads = (*self.lead, self.q.shape[-3])
-        self.start = given.get("state", np.zeros((*heads, self.d, self.v.shape[-1])))
-        self.start_sum = given.get("normalizer", np.zeros((*heads, self.d)))
-        scale = a.get("scale")
-        self.scale = (self.d**-0.5 if self.d else 1.0) if scale is None else float(np.reshape(scale, ()))
-        self.eps = a.get("normalize_eps", 0.0)
-        self.normalize = a.get("normalize", True)
-
-    # ------------------------------------------------------------ steps that mistakes replace
-
-    def features(self, x: np.ndarray) -> np.ndarray:
-        if self.a.get("feature_map", "elu") == "identity":
-            return x
-        return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
-
-    def slope(self, x: np.ndarray) -> np.ndarray:
-        if self.a.get("feature_map", "elu") == "identity":
-            return np.ones_like(x)
-        return np.exp(np.minimum(x, 0))
-
-    def ordered(self) -> np.ndarray:
-        """(q, k) bool: what causal lets through."""
-        if not self.a.get("causal", False):
-            return np.ones((self.n_q, self.n_k), bool)
-        return np.arange(self.n_q)[:, None] >= np.arange(self.n_k)
-
-    def real(self) -> np.ndarray:
-        """(..., 1, 1, k) bool: keys within the lengths."""
-        lengths = self.a.get("key_lengths")
-        if lengths is None:
-            return np.ones((1, 1, self.n_k), bool)
-        lengths = np.asarray(lengths)
-        lengths = lengths.reshape(self.lead if lengths.size > 1 else ())
-        return np.arange(self.n_k) < lengths[..., None, None, None]
-
-    def divided(self, total: np.ndarray, divisor: np.ndarray) -> np.ndarray:
-        empty = divisor == 0
-        return np.where(empty, 0.0, total / np.where(empty, 1.0, divisor))
-
-    def divisor(self) -> np.ndarray:
-        """(..., q, 1)"""
-        return (self.weights.sum(-1) + np.einsum("...qd,...d->...q", self.f, self.start_sum) + self.eps)[..., None]
-
-    # ------------------------------------------------------------ the computation
-
-    def forward(self) -> Result:
-        self.phi_q, self.phi_k = self.features(self.q), self.features(self.k)
-        self.f = self.scale * self.phi_q
-        self.seen = self.ordered() & self.real()
-        real_rows = np.swapaxes(self.real(), -1, -2)
-        self.keys, self.values = np.where(real_rows, self.phi_k, 0.0), np.where(real_rows, self.v, 0.0)
-        self.weights = np.where(self.seen, self.f @ np.swapaxes(self.keys, -1, -2), 0.0)
-        total = self.weights @ self.values + self.f @ self.start
-        self.sum = self.divisor()
-        self.output = self.divided(total, self.sum) if self.normalize else total
-        return Result(
-            output=self.output,
-            state=np.swapaxes(self.keys, -1, -2) @ self.values + self.start,
-            normalizer=self.keys.sum(-2) + self.start_sum,
-        )
-
-    def backward(self, cotangents: dict[str, Any]) -> dict[str, np.ndarray]:
-        zero = {"output": self.output, "state": self.start, "normalizer": self.start_sum}
-        d_y, d_state, d_sum = (
-            np.zeros_like(x) if cotangents.get(n) is None else np.asarray(cotangents[n], np.float64)
-            for n, x in zero.items()
-        )
-        d_total = self.divided(d_y, self.sum) if self.normalize else d_y
-        d_divisor = self.d_divisor(d_y, d_total)
-        d_weights, d_f, d_keys = self.through_the_sum(d_divisor)
-        d_weights = np.where(self.seen, d_weights + d_total @ np.swapaxes(self.values, -1, -2), 0.0)
-        d_f = d_f + d_weights @ self.keys + d_total @ np.swapaxes(self.start, -1, -2)
-        d_k = d_keys + np.swapaxes(d_weights, -1, -2) @ self.f + self.values @ np.swapaxes(d_state, -1, -2)
-        d_k = d_k + d_sum[..., None, :]
-        d_v = np.swapaxes(self.weights, -1, -2) @ d_total + self.keys @ d_state
-        real_rows = np.swapaxes(self.real(), -1, -2)
-        found = {
-            "q": self.scale * d_f * self.slope(self.q),
-            "k": np.where(real_rows, d_k, 0.0) * self.slope(self.k),
-            "v": np.where(real_rows, d_v, 0.0),
-            "scale": np.sum(d_f * self.phi_q),
-            "state": np.swapaxes(self.f, -1, -2) @ d_total + d_state,
-            "normalizer": np.sum(self.f * d_divisor, axis=-2) + d_sum,
-        }
-        return {n: sum_to_shape(g, np.shape(self.a[n])) for n, g in found.items() if self.a.get(n) is not None}
-
-    def d_divisor(self, d_y: np.ndarray, d_total: np.ndarray) -> np.ndarray:
-        """(..., q, 1): the cotangent of the sum of weights."""
-        d = -np.sum(d_total * self.output, axis=-1, keepdims=True)
-        return d if self.normalize else np.zeros_like(d)
-
-    def through_the_sum(self, d_divisor: np.ndarray) -> tuple[Any, Any, Any]:
-        """What it adds to the cotangents of weights, of f and of the keys' features."""
-        return d_divisor, d_divisor * self.start_sum[..., None, :], 0.0
+CHUNKS = [{"size": n} for n in (16, 32, 64)]
 
 
-# ------------------------------------------------------------------------------------------------ mistakes
+# ---------------------------------------------------------------------------------------------- the sum of the weights
 
 
-class _Multiplies(Steps):
-    def divided(self, total: np.ndarray, divisor: np.ndarray) -> np.ndarray:
-        return total * divisor
+@catalogue.mistake(why="A function named normalizer returns the sum in one place and its inverse in another.")
+class norm_recip(Linear):
+    """values are multiplied by the sum of weights in place of its inverse"""
 
-    def forward(self) -> Result:
-        result = super().forward()
-        self.total = self.weights @ self.values + self.f @ self.start
-        return result
+    @step
+    def reciprocal(self):
+        return super().divisor
 
-    def d_divisor(self, d_y: np.ndarray, d_total: np.ndarray) -> np.ndarray:
-        d = np.sum(d_y * self.total, axis=-1, keepdims=True)
+    @step
+    def d_divisor(self):
+        d = (self.d_output * self.numerator).sum(-1, keepdims=True)
         return d if self.normalize else np.zeros_like(d)
 
 
-class _FinalSum(Steps):
-    """The sum over all keys stands under every row."""
+@catalogue.mistake(why="The sum over keys is taken before the causal loop, where the full form has it.")
+class norm_future(Linear):
+    """causal rows are divided by the sum over all keys"""
 
-    def every(self) -> np.ndarray:
-        return (self.keys.sum(-2) + self.start_sum)[..., None, :]
+    @step
+    def divisor(self):
+        sums = einsum("...qd,...kd->...qk", self.scaled_features, self.key_features)
+        return sums.sum(-1, keepdims=True) + self.start_share + self.normalize_eps
 
-    def divisor(self) -> np.ndarray:
-        return np.sum(self.f * self.every(), axis=-1, keepdims=True) + self.eps
+    @step
+    def divisor_in_features(self):
+        sums = self.key_features.sum(-2, keepdims=True) + self.start_normalizer[..., None, :]
+        return self.d_divisor * sums
 
-    def through_the_sum(self, d_divisor: np.ndarray) -> tuple[Any, Any, Any]:
-        return 0.0, d_divisor * self.every(), np.sum(d_divisor * self.f, axis=-2, keepdims=True)
-
-
-class _NoEps(Steps):
-    def divisor(self) -> np.ndarray:
-        return super().divisor() - self.eps
-
-
-class _Everything(Steps):
-    def ordered(self) -> np.ndarray:
-        return np.ones((self.n_q, self.n_k), bool)
+    @step
+    def divisor_in_keys(self):
+        return (self.d_divisor * self.scaled_features).sum(-2, keepdims=True) * np.ones((self.keys, 1))
 
 
-class _Strict(Steps):
-    def ordered(self) -> np.ndarray:
-        seen = super().ordered()
-        return seen if seen.all() else seen & ~np.eye(self.n_q, self.n_k, dtype=bool)
+@catalogue.mistake(why="A sum of positive features looks safe to divide by.")
+class eps_drop(Linear):
+    """the constant of the divisor is left out"""
+
+    normalize_eps = 0.0
 
 
-class _WholeChunks(Steps):
-    """The keys of the query's own piece are all visible."""
+@catalogue.mistake(why="The constant is meant as a floor: max(sum, eps).")
+class norm_eps_max(Linear):
+    """the sum of weights is bounded from below by the constant, which is not added"""
 
-    def ordered(self) -> np.ndarray:
-        seen = super().ordered()
-        size = min(16, max(2, self.n_k // 2))
-        return seen | (np.arange(self.n_q)[:, None] // size == np.arange(self.n_k) // size)
+    @step
+    def divisor(self):
+        total = self.weights.sum(-1, keepdims=True) + self.start_share
+        return np.maximum(total, self.normalize_eps)
 
-
-class _EarlierChunks(Steps):
-    """A query reads the state before its own piece, and nothing of the piece."""
-
-    def ordered(self) -> np.ndarray:
-        seen = super().ordered()
-        size = min(16, max(2, self.n_k // 2))
-        return seen if seen.all() else seen & (np.arange(self.n_q)[:, None] // size > np.arange(self.n_k) // size)
+    @step
+    def d_divisor(self):
+        return np.where(self.divisor == self.normalize_eps, 0.0, super().d_divisor)
 
 
-class _Padding(Steps):
-    def real(self) -> np.ndarray:
-        return np.ones((1, 1, self.n_k), bool)
+@catalogue.mistake(why="Kernels of the later, unnormalised variants have no divisor.")
+class norm_drop(Linear):
+    """the output is not divided by the sum of weights"""
+
+    normalize = False
 
 
-class _NoState(Steps):
-    def __init__(self, arguments: Arguments) -> None:
-        super().__init__(arguments)
-        self.start = np.zeros_like(self.start)
+@catalogue.mistake(why="The initial normalizer is not handed to the divisor, only the keys' own sums are.")
+class norm_start_drop(Linear):
+    """the initial normalizer enters the result, but not the divisor"""
+
+    start_share = 0.0
+
+    @step
+    def divisor_in_features(self):
+        return super().divisor_in_features - self.d_divisor * self.start_normalizer[..., None, :]
+
+    @step
+    def d_normalizer(self):
+        return self.d_final_normalizer
 
 
-class _NoStartSum(Steps):
-    def __init__(self, arguments: Arguments) -> None:
-        super().__init__(arguments)
-        self.start_sum = np.zeros_like(self.start_sum)
+# ---------------------------------------------------------------------------------------------- who sees whom
 
 
-class _NoScale(Steps):
-    def __init__(self, arguments: Arguments) -> None:
-        super().__init__(arguments)
-        self.scale = 1.0
+@catalogue.mistake(why="The full form is used on a path that is to be causal.")
+class causal_drop(Linear):
+    """all keys are seen"""
+
+    visible_by_causal = True
 
 
-class _Elu(Steps):
-    def features(self, x: np.ndarray) -> np.ndarray:
-        return super().features(x) - (self.a.get("feature_map", "elu") == "elu")
+@catalogue.mistake(why="The state is read before the query's own key is written.")
+class causal_strict(Linear):
+    """the query's own key is not seen"""
+
+    @step
+    def visible_by_causal(self):
+        seen = super().visible_by_causal
+        return seen & ~np.eye(self.queries, self.keys, dtype=bool) if self.causal else seen
 
 
-class _Relu(Steps):
-    def features(self, x: np.ndarray) -> np.ndarray:
-        return x if self.a.get("feature_map", "elu") == "identity" else np.maximum(x, 0.0)
+@catalogue.mistake(name="chunk_vs_recurrent", why="The mask inside a chunk is forgotten.", variants=CHUNKS)
+class chunk_not_causal(Linear):
+    """inside its own chunk of {size} keys a query sees all of them"""
 
-    def slope(self, x: np.ndarray) -> np.ndarray:
-        return np.ones_like(x) if self.a.get("feature_map", "elu") == "identity" else 1.0 * (x > 0)
+    size = 16
 
-
-class _FlatSlope(Steps):
-    def slope(self, x: np.ndarray) -> np.ndarray:
-        return np.ones_like(x)
-
-
-class _ConstantSum(Steps):
-    def d_divisor(self, d_y: np.ndarray, d_total: np.ndarray) -> np.ndarray:
-        return np.zeros_like(super().d_divisor(d_y, d_total))
+    @step
+    def visible_by_causal(self):
+        if not self.causal:
+            return True
+        own = np.arange(self.queries)[:, None] // self.size == np.arange(self.keys) // self.size
+        return super().visible_by_causal | own
 
 
-class _NoStateCotangent(Steps):
-    def backward(self, cotangents: dict[str, Any]) -> dict[str, np.ndarray]:
-        return super().backward({"output": cotangents.get("output")})
-
-
-class _NoOutputCotangent(Steps):
-    def backward(self, cotangents: dict[str, Any]) -> dict[str, np.ndarray]:
-        return super().backward({**cotangents, "output": np.ones_like(self.output)})
-
-
-def _differ(right: Any, wrong: Any) -> bool:
-    return any(not np.allclose(right[n], wrong[n], rtol=1e-9, atol=1e-12, equal_nan=True) for n in wrong)
-
-
-def _mistake(class_: str, says: str, wrong: type[Steps], *, forward: bool = True) -> Mutation:
-    def mistaken_forward(arguments: Arguments) -> Result | None:
-        with np.errstate(all="ignore"):
-            result, right = wrong(arguments).forward(), Steps(arguments).forward()
-        return result if _differ(right.fields, result.fields) else None
-
-    def gradients(arguments: Arguments, cotangents: dict[str, Any]) -> dict[str, Any] | None:
-        with np.errstate(all="ignore"):
-            mistaken, right = wrong(arguments), Steps(arguments)
-            mistaken.forward(), right.forward()
-            found, expected = mistaken.backward(cotangents), right.backward(cotangents)
-        return found if _differ(expected, found) else None
-
-    return Mutation(class_, says, forward=mistaken_forward if forward else None, gradients=gradients)
-
-
-linear_mutations: tuple[Mutation, ...] = (
-    _mistake("norm_recip", "values are multiplied by the sum of weights in place of its inverse", _Multiplies),
-    _mistake("norm_future", "causal rows are divided by the sum over all keys", _FinalSum),
-    _mistake("eps_drop", "the constant of the divisor is left out", _NoEps),
-    _mistake("causal_drop", "all keys are seen", _Everything),
-    _mistake("causal_strict", "the query's own key is not seen", _Strict),
-    _mistake("chunk_vs_recurrent", "the keys of the query's own chunk are all seen", _WholeChunks),
-    _mistake("chunk_vs_recurrent", "of its own chunk a query sees nothing", _EarlierChunks),
-    _mistake("tail_unmasked", "padded keys enter the state", _Padding),
-    _mistake("state_drop", "the initial state is not used", _NoState),
-    _mistake("state_drop", "the initial normalizer is not used", _NoStartSum),
-    _mistake("no_scale", "queries are not scaled", _NoScale),
-    _mistake("feature_offset", "elu without the 1 added", _Elu),
-    _mistake("feature_relu", "relu features", _Relu),
-    _mistake("feature_grad", "the slope of the features is taken as 1", _FlatSlope, forward=False),
-    _mistake("delta_missing", "the sum of weights counts as a constant in the backward", _ConstantSum, forward=False),
-    _mistake("state_cotangent", "cotangents of the final state are ignored", _NoStateCotangent, forward=False),
-    _mistake("dout_ignored", "the cotangent of the output is taken as 1", _NoOutputCotangent, forward=False),
+@catalogue.mistake(
+    name="chunk_vs_recurrent",
+    why="Only the part between chunks is computed, or the inner one is lost.",
+    variants=CHUNKS,
 )
+class chunk_inner_missing(Linear):
+    """of its own chunk of {size} keys a query sees nothing"""
+
+    size = 16
+
+    @step
+    def visible_by_causal(self):
+        if not self.causal:
+            return True
+        return np.arange(self.queries)[:, None] // self.size > np.arange(self.keys) // self.size
+
+
+@catalogue.mistake(
+    name="state_lost_at_chunk", why="The state is assigned to where it is to be added up.", variants=CHUNKS
+)
+class state_of_one_chunk(Linear):
+    """a query sees its own chunk of {size} keys and the one before it, nothing earlier"""
+
+    size = 16
+
+    @step
+    def visible_by_causal(self):
+        if not self.causal:
+            return True
+        gap = np.arange(self.queries)[:, None] // self.size - np.arange(self.keys) // self.size
+        return super().visible_by_causal & (gap <= 1)
+
+
+@catalogue.mistake(name="state_lost_at_chunk", why="Chunks are computed as sequences of their own.", variants=CHUNKS)
+class state_never_carried(Linear):
+    """a query sees its own chunk of {size} keys alone"""
+
+    size = 16
+
+    @step
+    def visible_by_causal(self):
+        if not self.causal:
+            return True
+        same = np.arange(self.queries)[:, None] // self.size == np.arange(self.keys) // self.size
+        return super().visible_by_causal & same
+
+
+@catalogue.mistake(why="phi(0) = 1: a padded key of zeros still has weight.")
+class tail_unmasked(Linear):
+    """padded keys enter the state"""
+
+    @step
+    def real_keys(self):
+        return np.ones((1, self.keys, 1), dtype=bool)
+
+
+@catalogue.mistake(why="Only v is masked: the numerator is right and the sum of weights is not.")
+class padding_in_normalizer(Linear):
+    """padded keys count in the sum of weights"""
+
+    @step
+    def key_features(self):
+        return self.phi(self.k)
+
+    @step
+    def visible(self):
+        return np.broadcast_to(self.visible_by_causal, (1, self.queries, self.keys))
+
+    @step
+    def d_k(self):
+        d = self.d_key_features
+        return np.where(d == 0, 0.0, d * self.phi_slope(self.k))
+
+
+# ---------------------------------------------------------------------------------------------- state and scale
+
+
+@catalogue.mistake(name="state_drop", why="The recurrence starts from zeros.")
+class state_ignored(Linear):
+    """the initial state is not used"""
+
+    state = None
+
+    @step
+    def d_state(self):
+        return np.zeros(np.shape(self.argument("state")))
+
+
+@catalogue.mistake(name="state_drop", why="A state is handed on without the sum that belongs to it.")
+class normalizer_ignored(Linear):
+    """the initial normalizer is not used"""
+
+    normalizer = None
+
+    @step
+    def d_normalizer(self):
+        return np.zeros(np.shape(self.argument("normalizer")))
+
+
+@catalogue.mistake(why="The loop over chunks returns the state that it entered the last one with.", variants=CHUNKS)
+class state_without_last_chunk(Linear):
+    """the final state leaves out the last chunk of {size} keys"""
+
+    size = 16
+
+    @step
+    def written(self):
+        last = max(0, self.keys - 1) // self.size * self.size
+        return (np.arange(self.keys) < last)[:, None]
+
+    @step
+    def final_state(self):
+        own = einsum("...kd,...ke->...de", np.where(self.written, self.key_features, 0.0), self.values)
+        return own + self.start_state
+
+    @step
+    def final_normalizer(self):
+        return np.where(self.written, self.key_features, 0.0).sum(-2) + self.start_normalizer
+
+    @step
+    def state_in_keys(self):
+        return np.where(self.written, super().state_in_keys, 0.0)
+
+    @step
+    def state_in_values(self):
+        return np.where(self.written, super().state_in_values, 0.0)
+
+
+@catalogue.mistake(why="One library keeps states as (d, e), another as (e, d).")
+class state_transposed(Linear):
+    """the initial state is read transposed"""
+
+    @step
+    def start_state(self):
+        right = super().start_state
+        return np.swapaxes(right, -1, -2) if right.shape[-1] == right.shape[-2] else right
+
+    @step
+    def d_state(self):
+        d = super().d_state - self.d_final_state
+        return (np.swapaxes(d, -1, -2) if d.shape[-1] == d.shape[-2] else d) + self.d_final_state
+
+
+@catalogue.mistake(why="With normalised weights the scale cancels, so that nobody misses it.")
+class no_scale(Linear):
+    """queries are not scaled"""
+
+    scale = 1.0
+
+
+@catalogue.mistake(why="The kernel takes a scale and has none of its own.")
+class scale_default_missing(Linear):
+    """the default scale is left out, a given one is honoured"""
+
+    default_scale = 1.0
+
+
+# ---------------------------------------------------------------------------------------------- features
+
+
+@catalogue.mistake(why="elu alone is the library's function; the 1 is a line of its own.")
+class feature_offset(Linear):
+    """elu without the 1 added"""
+
+    @step
+    def phi(self):
+        right = super().phi
+        return right if self.feature_map == "identity" else lambda x: right(x) - 1
+
+
+@catalogue.mistake(why="Both are positive features, and relu is cheaper.")
+class feature_relu(Linear):
+    """relu features"""
+
+    @step
+    def phi(self):
+        return super().phi if self.feature_map == "identity" else lambda x: np.where(x.real > 0, x, 0.0)
+
+    @step
+    def phi_slope(self):
+        return super().phi_slope if self.feature_map == "identity" else lambda x: 1.0 * (x.real > 0)
+
+
+@catalogue.mistake(why="The map is applied inside the key cache and once more by the caller, or by neither.")
+class features_differ(Linear):
+    """queries meet the features of the keys as they are, without the feature map"""
+
+    @step
+    def query_features(self):
+        return self.q
+
+    @step
+    def d_q(self):
+        return self.scale * self.d_scaled_features
+
+
+# ---------------------------------------------------------------------------------------------- gradients
+
+
+@catalogue.mistake(sides=("backward",), why="The features are linear above 0, where most test inputs are.")
+class feature_grad(Linear):
+    """the slope of the features is taken as 1"""
+
+    @step
+    def phi_slope(self):
+        return lambda x: 1.0
+
+
+@catalogue.mistake(sides=("backward",), why="The divisor is detached, or its kernel has no backward.")
+class delta_missing(Linear):
+    """the sum of weights counts as a constant in the backward"""
+
+    @step
+    def d_divisor(self):
+        return np.zeros_like(super().d_divisor)
+
+
+@catalogue.mistake(sides=("backward",), why="The running sum of the keys comes from a kernel without a backward.")
+class norm_grad_missing(Linear):
+    """the gradient through the divisor is left out of dk"""
+
+    divisor_in_keys = 0.0
+
+
+@catalogue.mistake(
+    name="norm_grad_missing", sides=("backward",), why="The two divisors are fused, and one is forgotten."
+)
+class norm_grad_missing_in_dq(Linear):
+    """the gradient through the divisor is left out of dq"""
+
+    divisor_in_features = 0.0
+
+
+@catalogue.mistake(sides=("backward",), why="Training never used the final state, so nobody looked.")
+class state_cotangent(Linear):
+    """cotangents of the final state are ignored"""
+
+    @step
+    def d_final_state(self):
+        return np.zeros_like(super().d_final_state)
+
+    @step
+    def d_final_normalizer(self):
+        return np.zeros_like(super().d_final_normalizer)
+
+
+@catalogue.mistake(sides=("backward",), why="The initial state is taken for a constant.")
+class initial_state_grad(Linear):
+    """initial state and normalizer get no gradient"""
+
+    @step
+    def d_state(self):
+        return np.zeros_like(super().d_state)
+
+    @step
+    def d_normalizer(self):
+        return np.zeros_like(super().d_normalizer)
+
+
+@catalogue.mistake(sides=("backward",), why="A test that calls sum().backward() hands over ones.")
+class dout_ignored(Linear):
+    """the cotangent of the output is taken as 1"""
+
+    @step
+    def d_output(self):
+        return np.ones_like(super().d_output)
+
+
+@catalogue.mistake(sides=("backward",), why="The scale stands in the forward's features, which the backward reads.")
+class scale_grad(Linear):
+    """dq is not scaled"""
+
+    @step
+    def d_q(self):
+        d = self.d_scaled_features
+        return np.where(d == 0, 0.0, d * self.phi_slope(self.q))
