@@ -33,7 +33,6 @@ from refattn.core import options
 from refattn.core.attend import KEYS, ROWS, SMALL, Group
 from refattn.core.block_lists import Maker, one_length, some
 from refattn.core.selections import Index, Lattice, Span
-from refattn.definitions.dense_loop import definition as dense_definition
 from refattn.definitions.key_sets import other_keys, with_keys
 from refattn.mechanism import mechanism
 from refattn.mistakes.scaled_dot_product import mutations_for
@@ -252,27 +251,6 @@ def _as_dense(arguments: dict[str, Any], seen: np.ndarray | None = None) -> dict
     return with_keys({n: x for n, x in arguments.items() if n not in own}, _seen(arguments) if seen is None else seen)
 
 
-def definition(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    *,
-    block: int,
-    random_blocks: Any = None,
-    window_blocks: int = 1,
-    global_blocks: tuple[int, int] = (1, 1),
-    **shared: Any,
-) -> Result:
-    """Dense attention over the sets above, row by row."""
-    own = {
-        "block": block,
-        "random_blocks": random_blocks,
-        "window_blocks": window_blocks,
-        "global_blocks": global_blocks,
-    }
-    return dense_definition(**_as_dense({"q": q, "k": k, "v": v, **own, **shared}))
-
-
 def cost(
     *,
     b: int = 1,
@@ -410,7 +388,6 @@ bigbird_attention = mechanism(
     backward,
     cost,
     example,
-    definition=definition,
     mutations=(*bigbird_mutations, *mutations_for(_as_dense, exclude=("pattern_drop",))),
     name="bigbird_attention",
     equation="output = softmax(scale * q k^T, over near, global and random blocks) v",

@@ -53,7 +53,6 @@ from refattn.core import options
 from refattn.core.block_lists import one_length
 from refattn.core.selections import Index
 from refattn.core.terms import Term
-from refattn.definitions.dense_loop import definition as dense_definition
 from refattn.mechanism import mechanism
 from refattn.patterns import Pattern, dense, prefix
 from refattn.patterns import window as window_pattern
@@ -438,7 +437,7 @@ def backward(saved: Any, *, output: Any, output_global: Any) -> dict[str, Any]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------ definition, counts, example
+# ------------------------------------------------------------------------------------------------ counts, example
 
 
 def _flat(x: Any, lead: tuple[int, ...]) -> np.ndarray:
@@ -483,26 +482,6 @@ def _real(a: dict[str, Any], lead: tuple[int, ...]) -> np.ndarray:
         count = np.broadcast_to(count.reshape(lead) if count.size == math.prod(lead) else count, lead)
         parts.append(np.arange(x.shape[-2]) < count[..., None])
     return np.concatenate(parts, axis=-1)
-
-
-def definition(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, q_global: Any, k_global: Any, v_global: Any, **settings: Any
-) -> Result:
-    """Dense attention over [global, long] with the labels as a bias, row by row."""
-    a = {"q": q, "k": k, "v": v, "q_global": q_global, "k_global": k_global, "v_global": v_global, **settings}
-    seen, label, lead = _pairs(a)
-    (queries, keys, values), real = _joined(a, lead), _real(a, lead)
-    n, h, scale = q_global.shape[-2], q.shape[-3], a.get("scale")
-    factor = max(1, q.shape[-1]) ** -0.5 if scale is None else float(np.reshape(scale, ()))
-    bias = np.zeros((*lead, h, *seen.shape[-2:]))
-    if a.get("labels") is not None:
-        for at in np.ndindex(*bias.shape):
-            row = label[(*at[: len(lead)], *at[-2:])]
-            if row >= 0:
-                bias[at] = factor * np.sum(queries[at[:-1]] * a["labels"][at[len(lead)], row])
-    mask = seen & real[..., None, :] & real[..., :, None]
-    output = dense_definition(queries, keys, values, mask=mask[..., None, :, :], bias=bias, scale=factor).output
-    return Result(output=output[..., n:, :], output_global=output[..., :n, :])
 
 
 def cost(
@@ -706,7 +685,6 @@ etc_attention = mechanism(
     backward,
     cost,
     example,
-    definition=definition,
     mutations=etc_mutations,
     name="etc_attention",
     equation="output = softmax(scale q (k + label)^T, over a window and the global tokens) v; global rows: over everything",

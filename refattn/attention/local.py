@@ -31,8 +31,6 @@ from refattn import cost as costs
 from refattn.arrays import namespace, require_integer
 from refattn.core import options
 from refattn.core.block_lists import Maker, banded, one_length, tiled
-from refattn.definitions.dense_loop import definition as dense_definition
-from refattn.definitions.key_sets import near_keys, with_keys
 from refattn.mechanism import mechanism
 from refattn.mistakes.local import local_mutations
 from refattn.patterns import Pattern, window
@@ -189,22 +187,6 @@ def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
     return prepared.gradients(forward_state, output, lse)
 
 
-def definition(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    *,
-    block: int,
-    look_backward: int = 1,
-    look_forward: int = 0,
-    exact: bool = False,
-    **shared: Any,
-) -> Result:
-    """Dense attention over the sets above, row by row."""
-    t = _length(q, k)
-    return dense_definition(q, k, v, **with_keys(shared, near_keys(t, block, look_backward, look_forward, exact)))
-
-
 def cost(
     *,
     b: int = 1,
@@ -253,7 +235,6 @@ local_attention = mechanism(
     backward,
     cost,
     example,
-    definition=definition,
     mutations=local_mutations,
     name="local_attention",
     equation="output = softmax(scale * q k^T + bias, over the keys nearby) v",

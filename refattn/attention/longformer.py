@@ -42,7 +42,6 @@ from refattn.core import options
 from refattn.core.attend import ROWS, Group
 from refattn.core.block_lists import Maker, banded, one_length, tiled
 from refattn.core.selections import Index, Lattice, take_order
-from refattn.definitions.dense_loop import definition as dense_definition
 from refattn.mechanism import mechanism
 from refattn.patterns import Pattern, documents, window
 from refattn.records import Block, Cost, Mutation, Result
@@ -292,39 +291,6 @@ def backward(saved: Any, *, output: Any) -> dict[str, Any]:
     return found
 
 
-def definition(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    *,
-    q_global: Any = None,
-    k_global: Any = None,
-    v_global: Any = None,
-    window: tuple[int | None, int | None],
-    global_tokens: Any = None,
-    align: Any = None,
-    **shared: Any,
-) -> Result:
-    """Two dense attentions, row by row, of which each row takes one."""
-    t = q.shape[-2]
-    i, j = np.arange(t)[:, None], np.arange(t)
-    near = np.ones((t, t), dtype=bool)
-    near &= True if window[0] is None else i - j <= window[0]
-    near &= True if window[1] is None else j - i <= window[1]
-    tokens = np.zeros(t, dtype=bool) if global_tokens is None else np.asarray(global_tokens)
-    lead = np.broadcast_shapes(
-        tokens.shape[:-1],
-        *(np.shape(x)[:-3] for x in (q, k, v, q_global, k_global, v_global) if x is not None),
-    )
-    q = np.broadcast_to(q, (*lead, *q.shape[-3:]))
-    local = dense_definition(q, k, v, mask=near | tokens[..., None, None, :], **shared).output
-    rows = (
-        x if y is None else np.broadcast_to(y, (*lead, *y.shape[-3:]))
-        for x, y in ((q, q_global), (k, k_global), (v, v_global))
-    )
-    return Result(output=np.where(tokens[..., None, :, None], dense_definition(*rows, **shared).output, local))
-
-
 def cost(
     *,
     b: int = 1,
@@ -516,7 +482,6 @@ longformer_attention = mechanism(
     backward,
     cost,
     example,
-    definition=definition,
     mutations=mutations,
     name="longformer_attention",
     equation="output = softmax(scale q k^T, over a window and the global tokens) v; global rows: over all, by their own arrays",

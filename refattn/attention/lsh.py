@@ -54,7 +54,6 @@ from refattn.attention.blocks.lsh import PAIRS, Multiplicity, Plan, Units, bucke
 from refattn.core import attend, options
 from refattn.core.selections import take_order
 from refattn.cost import itemsize, require_sizes
-from refattn.definitions.lsh import definition
 from refattn.mechanism import mechanism
 from refattn.mistakes.lsh import lsh_mutations
 from refattn.records import Cost, Result
@@ -766,7 +765,6 @@ lsh_attention = mechanism(
     backward,
     cost,
     example,
-    definition=definition,
     mutations=lsh_mutations,
     name="lsh_attention",
     equation="output = softmax(scale * q k^T, over the keys in the query's bucket and window in some hash round) v",

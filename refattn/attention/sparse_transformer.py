@@ -38,8 +38,6 @@ from refattn.core import options
 from refattn.core.attend import SMALL
 from refattn.core.block_lists import Maker, banded, one_length, some, tiled
 from refattn.core.selections import Lattice
-from refattn.definitions.dense_loop import definition as dense_definition
-from refattn.definitions.key_sets import sparse_keys
 from refattn.mechanism import mechanism
 from refattn.mistakes.sparse_transformer import sparse_mutations
 from refattn.records import Block, Cost, Result
@@ -367,26 +365,6 @@ def _fold(x: Any, numbers: list[int], g: int) -> Any:
     return xp.stack([sum(x[..., h, :, :] for h, n in enumerate(numbers) if n == head) for head in range(g)], axis=-3)
 
 
-def definition(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    *,
-    pattern: str = "strided",
-    stride: int,
-    summary: int | None = None,
-    summary_offsets: Any = None,
-    heads: str = "split",
-    layer: int | None = None,
-    variant: str = "paper",
-    **shared: Any,
-) -> Result:
-    """Dense attention over the sets of the paper, row by row."""
-    t, h, _ = _sizes(q, k)
-    seen = sparse_keys(t, h, pattern, stride, summary, summary_offsets, heads, layer, variant)
-    return dense_definition(q, k, v, pattern=patterns.dense(seen), **shared)
-
-
 def cost(
     *,
     b: int = 1,
@@ -447,7 +425,6 @@ sparse_transformer_attention = mechanism(
     backward,
     cost,
     example,
-    definition=definition,
     mutations=sparse_mutations,
     name="sparse_transformer_attention",
     equation="output = softmax(scale * q k^T + bias, over a strided or fixed pattern) v",

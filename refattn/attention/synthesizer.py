@@ -293,72 +293,7 @@ def _logits_backward(x: Any, arrays: dict[str, Any], made: dict[str, Any], d: di
     return found
 
 
-# ------------------------------------------------------------------------------------------------ definition, counts, example
-
-
-def definition(
-    x: Any = None,
-    v: Any = None,
-    *,
-    mixture: Any = None,
-    mask: Any = None,
-    causal: bool = False,
-    **arrays: Any,
-) -> Result:
-    """Head by head and query by query, the mixture as a plain sum."""
-    a = {n: y for n, y in arrays.items() if y is not None}
-    others = a.get("other_logits")
-    lead = np.broadcast_shapes(
-        v.shape[:-3], () if x is None else x.shape[:-2], () if others is None else others.shape[:-3]
-    )
-    h, n_k, e = v.shape[-3:]
-    tables = [y.shape[-2] for y in (x, a.get("random"), a.get("random_1"), others) if y is not None]
-    n_q = tables[0]
-    v = np.broadcast_to(v, (*lead, h, n_k, e))
-    x = None if x is None else np.broadcast_to(x, (*lead, *x.shape[-2:]))
-    others = None if others is None else np.broadcast_to(others, (*lead, h, n_q, n_k))
-    visible = np.broadcast_to(True if mask is None else mask, (*lead, h, n_q, n_k))
-    output = np.zeros((*lead, h, n_q, e))
-
-    def affine(row: np.ndarray, head: int, weight: str, bias: str) -> np.ndarray:
-        columns = a[weight][head].T
-        shift = a[bias][head] if bias in a else np.zeros(len(columns))
-        return np.array([np.sum(row * column) + s for column, s in zip(columns, shift, strict=True)])
-
-    def parts(at: tuple[int, ...], head: int, i: int) -> list[np.ndarray]:
-        found = []
-        if "w_2" in a or "w_a" in a:
-            hidden = np.array([max(y, 0.0) for y in affine(x[at][i], head, "w_1", "b_1")])
-        if "w_2" in a:
-            found.append(affine(hidden, head, "w_2", "b_2"))
-        if "w_a" in a:
-            left, right = affine(hidden, head, "w_a", "b_a"), affine(hidden, head, "w_b", "b_b")
-            found.append(np.array([left[j // len(right)] * right[j % len(right)] for j in range(n_k)]))
-        if "random" in a:
-            found.append(a["random"][head, i])
-        if "random_1" in a:
-            found.append(np.array([np.sum(a["random_1"][head, i] * row) for row in a["random_2"][head]]))
-        if others is not None:
-            found.append(others[at][head, i])
-        return found
-
-    for at in np.ndindex(*lead):
-        for head in range(h):
-            for i in range(n_q):
-                made = parts(at, head, i)
-                if mixture is None:
-                    logits = made[0]
-                else:
-                    own = mixture if np.ndim(mixture) == 1 else mixture[head]
-                    shares = np.exp(own - np.max(own))
-                    logits = sum(share / shares.sum() * y for share, y in zip(shares, made, strict=True))
-                keys = [j for j in range(n_k) if visible[at][head, i, j] and (j <= i or not causal)]
-                if keys:
-                    weights = np.exp(logits[keys] - logits[keys].max())
-                    output[at][head, i] = (
-                        sum(w * v[at][head, j] for w, j in zip(weights, keys, strict=True)) / weights.sum()
-                    )
-    return Result(output=output)
+# ------------------------------------------------------------------------------------------------ counts, example
 
 
 def cost(
@@ -469,7 +404,6 @@ synthesizer_attention = mechanism(
     backward,
     cost,
     example,
-    definition=definition,
     mutations=synthesizer_mutations,
     name="synthesizer_attention",
     equation="output = softmax(sum_s alpha_s B_s) v, B = relu(x w_1 + b_1) w_2 + b_2 or a learned table, each also factorised",

@@ -34,8 +34,7 @@ from refattn.arrays import device, is_array, is_integer, require_integer, requir
 from refattn.core import attend, options
 from refattn.core.block_lists import Maker
 from refattn.core.selections import Index, Lattice
-from refattn.definitions.dense_loop import definition as dense_definition
-from refattn.definitions.key_sets import as_mask, largest_keys, with_keys
+from refattn.definitions.key_sets import as_mask
 from refattn.mechanism import mechanism
 from refattn.mistakes.topk import margin, topk_mutations
 from refattn.records import Block, Cost, Result
@@ -220,19 +219,6 @@ def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
     return prepared.gradients(forward_state, output, lse)
 
 
-def definition(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, *, count: int | None = None, indices: Any = None, **shared: Any
-) -> Result:
-    """Dense attention whose mask holds the keys that a sort of every row puts first."""
-    if indices is None:
-        indices = largest_keys(q, k, v, _arguments(count, None, k.shape[-2]) or 0, shared)
-    else:
-        lead = np.broadcast_shapes(*(np.shape(x)[:-3] for x in (q, k, v)))
-        indices = np.broadcast_to(indices, (*lead, *q.shape[-3:-1], np.shape(indices)[-1])).astype(np.int64)
-    result = dense_definition(q, k, v, **with_keys(shared, as_mask(indices, k.shape[-2])))
-    return Result(**result.fields, indices=indices)
-
-
 def cost(
     *,
     b: int = 1,
@@ -334,7 +320,6 @@ topk_attention = mechanism(
     backward,
     cost,
     example,
-    definition=definition,
     mutations=topk_mutations,
     name="topk_attention",
     equation="output = softmax(scale * q k^T + bias, over the count largest of each row) v",

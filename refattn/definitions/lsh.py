@@ -1,199 +1,285 @@
-"""LSH attention by its definition: one query at a time, every pair of every round written down, in float64.
+"""LSH attention in steps: softmax attention in which a pair counts as often as the hash rounds show it.
 
-The second, independent path: buckets by an explicit argmax over [xR ; -xR], Python sorting, windows as lists of
-(round, position), and for every query a dictionary of how often it meets each key.
+    k = q / norm         weights[i,j] = copies[i,j] exp(scale q[i] . k[j] - lse[i])
+
+``copies`` comes from the buckets: positions of a round sorted by (bucket, position) and cut into chunks, a query seeing its
+own chunk and those near it.  All rounds together are one softmax.
+
+Source: Kitaev, Kaiser, Levskaya 2020, arXiv:2001.04451, section 2 and appendix A.
 """
 
 import math
-from collections import Counter
-from typing import Any
 
 import numpy as np
 
-from refattn.records import Result
+from refattn.definitions.scaled_dot_product import ScaledDotProduct
+from refattn.definitions.steps import einsum, step
 
-__all__ = ["all_buckets", "definition", "meetings", "plain_buckets"]
-
-
-def definition(
-    qk: np.ndarray,
-    v: np.ndarray,
-    *,
-    rotations: np.ndarray | None = None,
-    buckets: np.ndarray | None = None,
-    rng: np.random.Generator | None = None,
-    hashes: int | None = None,
-    n_buckets: Any = None,
-    chunk: int = 64,
-    before: int = 1,
-    after: int = 0,
-    causal: bool = False,
-    within_bucket: bool = True,
-    duplicates: str = "union",
-    key_norm: str = "l2",
-    norm_eps: float | None = None,
-    wrap: str = "none",
-    mask: np.ndarray | None = None,
-    padding_bucket: bool = False,
-    short: str = "hash",
-    self_attention: str = "last_resort",
-    scale: float | None = None,
-    pattern: Any = None,
-    dropout_mask: np.ndarray | None = None,
-    dropout_rate: float = 0.0,
-) -> Result:
-    """softmax over the pairs (round, key) that the rounds show; arguments and results as ``lsh_attention``.
-
-    output_i = sum_j w_ij v_j, w_ij = c_ij exp(a_ij) / sum_j c_ij exp(a_ij), with a_ij = scale q_i.k_j and c_ij the
-    number of rounds (and places of a window) in which i meets j; 1 for ``duplicates="union"``.
-
-    Source: Kitaev et al. 2020, arXiv:2001.04451, section 2 and appendix A.
-    """
-    lead = np.broadcast_shapes(qk.shape[:-3], v.shape[:-3])
-    qk, v = (np.broadcast_to(x, lead + x.shape[-3:]) for x in (qk, v))
-    h, t, d = qk.shape[-3:]
-    whole = (*lead, h)
-    full = short == "full" and t <= chunk
-    keep = np.ones((*lead, t), dtype=bool) if mask is None else np.broadcast_to(mask, (*lead, t))
-    if full:
-        found = np.zeros((*whole, 1, t), dtype=np.int64)
-    else:
-        source = {"rotations": rotations, "buckets": buckets, "rng": rng, "hashes": hashes, "n_buckets": n_buckets}
-        found = all_buckets(qk, lead, chunk=chunk, keep=keep if padding_bucket else None, **source)
-    factor = d**-0.5 if scale is None else float(np.reshape(scale, ()))
-    eps = {"l2": 1e-12, "rms": 1e-6}[key_norm] if norm_eps is None else norm_eps
-    kept = None if dropout_mask is None else np.broadcast_to(dropout_mask, (*whole, t, t)) / (1 - dropout_rate)
-    seen = np.ones((*whole, t, t), dtype=bool)
-    if pattern is not None:
-        fitted = pattern.fit(t, t, batch=lead, heads=h)
-        n = np.arange(t)
-        for b, batch in enumerate(np.ndindex(lead)):
-            for head in range(h):
-                where = {"q": t, "k": t, "b": np.asarray(b), "h": np.asarray(head)}
-                seen[(*batch, head)] = fitted.visible(n[:, None], n[None, :], **where)
-
-    output, lse = np.zeros((*whole, t, v.shape[-1])), np.full((*whole, t), -np.inf)
-    for at in np.ndindex(whole):
-        q, values = qk[at], v[at]
-        with np.errstate(all="ignore"):
-            if key_norm == "l2":
-                keys = np.stack([x / max(math.sqrt(np.sum(x * x)), eps) for x in q]) if t else q
-            else:
-                keys = q / np.sqrt(np.mean(q * q, axis=-1, keepdims=True) + eps)
-        if full:
-            meets = [Counter(dict.fromkeys(range(t), 1)) for _ in range(t)]
-            counted = meets
-        else:
-            rounds = [list(map(int, row)) for row in found[at]]
-            meets, counted = meetings(rounds, chunk, before, after, wrap == "global", within_bucket)
-        for i in range(t):
-            logits, copies = {}, {}
-            for j, times in meets[i].items():
-                hidden = (causal and j > i) or not keep[at[:-1]][j] or not seen[at][i, j]
-                if hidden or (j == i and self_attention != "always"):
-                    continue
-                logits[j] = factor * float(np.dot(q[i], keys[j]))
-                copies[j] = float(times)
-                if full or duplicates == "union":
-                    copies[j] = 1.0
-                elif duplicates == "trax1":
-                    copies[j] = times / (counted[i][j] + 1e-9)
-            if not logits and self_attention == "last_resort":
-                logits, copies = {i: factor * float(np.dot(q[i], keys[i]))}, {i: 1.0}
-            if not logits:
-                continue
-            top = max(logits.values())
-            shares = {j: copies[j] * math.exp(x - top) for j, x in logits.items()}
-            total = math.fsum(shares.values())
-            lse[at][i] = top + math.log(total)
-            for j, share in shares.items():
-                weight = share / total
-                output[at][i] += (weight if kept is None else weight * kept[at][i, j]) * values[j]
-    return Result(output=output, lse=lse, buckets=None if full else found)
+__all__ = ["LSH", "definition"]
 
 
-def meetings(
-    rounds: list[list[int]], chunk: int, before: int, after: int, ring: bool, within_bucket: bool
-) -> tuple[list[Counter], list[Counter]]:
-    """For every position, how often its windows hold each key, and how often trax counts the pair.
+class LSH(ScaledDotProduct):
+    """Softmax attention over the pairs that share a bucket and a window in some round; queries and keys are one array."""
 
-    ``rounds`` are the bucket numbers of one head, one list a round.
-    """
-    t = len(rounds[0])
-    chunks: list[list[tuple[int, int]]] = []  # (round, position) of every chunk, round after round
-    place: list[dict[int, int]] = []  # the chunk of every position, by round
-    first: list[int] = []
-    for s, numbers in enumerate(rounds):
-        order = [n for _, n in sorted(zip(numbers, range(t), strict=True))]
-        first.append(len(chunks))
-        place.append({n: len(chunks) + m // chunk for m, n in enumerate(order)})
-        chunks += [[(s, n) for n in order[m : m + chunk]] for m in range(0, t, chunk)]
-    ends = [*first[1:], len(chunks)]
-    meets: list[Counter] = [Counter() for _ in range(t)]
-    counted: list[Counter] = [Counter() for _ in range(t)]
-    for s, numbers in enumerate(rounds):
-        for i in range(t):
-            own = place[s][i]
-            for n in range(own - before, own + after + 1):
-                if not ring and not first[s] <= n < ends[s]:
-                    continue
-                for r, j in chunks[n % len(chunks)]:
-                    if not within_bucket or (r == s and numbers[i] == numbers[j]):
-                        meets[i][j] += 1
-                for j in range(t):
-                    same = place[s][j] == (n % len(chunks) if ring else n)
-                    if same and (not within_bucket or numbers[i] == numbers[j]):
-                        counted[i][j] += 1
-    return meets, counted
+    results = {**ScaledDotProduct.results, "buckets": "shown_buckets"}
+    gradients = ("qk", "v", "scale")
+    defaults = {
+        **ScaledDotProduct.defaults, "rotations": None, "buckets": None, "rng": None, "hashes": None, "n_buckets": None,
+        "chunk": 64, "before": 1, "after": 0, "within_bucket": True, "duplicates": "union", "key_norm": "l2",
+        "norm_eps": None, "wrap": "none", "padding_bucket": False, "short": "hash", "self_attention": "last_resort",
+    }  # fmt: skip
 
+    # ------------------------------------------------------------------ queries and keys
 
-def plain_buckets(x: np.ndarray, rotation: np.ndarray, factors: tuple[int, ...]) -> list[int]:
-    """Buckets of the rows of x (t,d) under one round's rotation (d,n)."""
-    found = []
-    for row in x @ rotation:
+    @step
+    def lead(self):
+        return np.broadcast_shapes(self.qk.shape[:-3], self.v.shape[:-3])
+
+    @step
+    def q(self):
+        return np.broadcast_to(self.qk, (*self.lead, *self.qk.shape[-3:]))
+
+    @step
+    def smallest_norm(self):
+        """norm_eps"""
+        return {"l2": 1e-12, "rms": 1e-6}[self.key_norm] if self.norm_eps is None else self.norm_eps
+
+    @step
+    def norm(self):
+        """max(|q|, norm_eps), or sqrt(mean q^2 + norm_eps), (..., h, t, 1)"""
+        square = (self.q * self.q).sum(-1, keepdims=True)
+        if self.key_norm == "rms":
+            return np.sqrt(square / self.channels + self.smallest_norm)
+        return np.where(np.sqrt(square) <= self.smallest_norm, self.smallest_norm, np.sqrt(square))
+
+    @step
+    def k(self):
+        """q / norm"""
+        return self.q / self.norm
+
+    # ------------------------------------------------------------------ hashing
+
+    @step
+    def full(self):
+        """Whether a short sequence needs no hashing: everybody meets everybody once."""
+        return self.short == "full" and self.keys <= self.chunk
+
+    @step
+    def factors(self):
+        """Factors of the number of buckets; None where the buckets are given without it."""
+        if self.n_buckets is not None:
+            return tuple(self.n_buckets) if isinstance(self.n_buckets, (tuple, list)) else (int(self.n_buckets),)
+        if self.buckets is not None:
+            return None
+        return (2 * max(1, self.keys // self.chunk) if self.rotations is None else 2 * self.rotations.shape[-1],)
+
+    @step
+    def directions(self):
+        """The rotations, drawn where a generator is given, (..., d, s, n)"""
+        if self.rotations is not None:
+            return self.rotations
+        return self.rng.standard_normal((self.channels, self.hashes or 1, sum(self.factors) // 2))
+
+    @step
+    def projected(self):
+        """q R, (..., h, s, t, n)"""
+        directions = np.broadcast_to(self.directions, (*self.lead, self.heads, *self.directions.shape[-3:]))
+        return einsum("...htd,...hdsn->...hstn", np.real(self.q), directions)
+
+    @step
+    def hashed(self):
+        """Bucket of every position in every round: digits argmax [x; -x], the first factor the least significant."""
         bucket, base, start = 0, 1, 0
-        for factor in factors:
-            part = row[start : start + factor // 2]
-            bucket += base * int(np.argmax(np.concatenate([part, -part])))
+        for factor in self.factors:
+            part = self.projected[..., start : start + factor // 2]
+            bucket = bucket + base * self.digit(part)
             base, start = base * factor, start + factor // 2
-        found.append(bucket)
-    return found
+        return bucket
+
+    def digit(self, part):
+        """The first largest of [x; -x]."""
+        return np.argmax(np.concatenate([part, -part], axis=-1), axis=-1)
+
+    @step
+    def shown_keys(self):
+        """Keys that the mask shows, (..., t)"""
+        return np.broadcast_to(True if self.mask is None else self.mask, (*self.lead, self.keys))
+
+    @step
+    def bucket(self):
+        """Buckets (..., h, s, t), hidden keys behind all others where ``padding_bucket`` says so."""
+        if self.full:
+            return np.zeros((*self.lead, self.heads, 1, self.keys), dtype=np.int64)
+        if self.buckets is not None:
+            given = np.asarray(self.buckets, dtype=np.int64)
+            found = np.broadcast_to(given, (*self.lead, self.heads, *given.shape[-2:]))
+        else:
+            found = self.hashed
+        if not self.padding_bucket or self.mask is None:
+            return found
+        real = np.broadcast_to(self.shown_keys[..., None, None, :], found.shape)
+        last = int(np.max(found[real], initial=0)) + 1 if self.factors is None else math.prod(self.factors)
+        return np.where(real, found, last)
+
+    @step
+    def shown_buckets(self):
+        """The result ``buckets``."""
+        return None if self.full else self.bucket
+
+    # ------------------------------------------------------------------ who meets whom
+
+    @step
+    def order(self):
+        """Positions of every round by (bucket, position), (..., h, s, t)"""
+        return np.argsort(self.bucket, axis=-1, kind="stable")
+
+    @step
+    def rank(self):
+        """Place of every position in the order of its round."""
+        return np.argsort(self.order, axis=-1)
+
+    @step
+    def slots(self):
+        """Slots of a chunk."""
+        return min(self.chunk, max(1, self.keys))
+
+    @step
+    def chunks(self):
+        """Chunks of a round; the last may be short."""
+        return -(-self.keys // self.slots)
+
+    @step
+    def place(self):
+        """The chunk of every position, (..., h, s, t)"""
+        return self.rank // self.slots
+
+    @step
+    def rings(self):
+        """Whether windows run on over the chunks of all rounds and around the end."""
+        return self.wrap == "global"
+
+    @step
+    def reach(self):
+        """Chunks that a query sees, counted from its own."""
+        most = self.bucket.shape[-2] * self.chunks
+        return range(-min(self.before, most), min(self.after, most) + 1)
+
+    def ahead_of(self, s, r):
+        """How many chunks the place of key j in round r stands ahead of that of query i in round s, (..., h, t, t)"""
+        gap = self.place[..., r, None, :] - self.place[..., s, :, None]
+        return gap + (r - s) * self.chunks
+
+    def near(self, gap, step):
+        """Pairs that stand ``step`` chunks apart."""
+        total = self.bucket.shape[-2] * self.chunks
+        return (gap - step) % max(1, total) == 0 if self.rings else gap == step
+
+    @step
+    def same_bucket(self):
+        """(..., h, s, t, t)"""
+        return self.bucket[..., :, None] == self.bucket[..., None, :]
+
+    @step
+    def meetings(self):
+        """How often query i meets key j in the windows of each round, (..., h, s, t, t)"""
+        rounds = self.bucket.shape[-2]
+        if self.full:
+            return np.ones(self.same_bucket.shape, dtype=np.int32)
+        met = np.zeros(self.same_bucket.shape, dtype=np.int32)
+        for s in range(rounds):
+            others = range(rounds) if self.rings and not self.within_bucket else (s,)
+            for r in others:
+                gap = self.ahead_of(s, r)
+                for step_ in self.reach:
+                    met[..., s, :, :] += self.near(gap, step_)
+            if self.within_bucket:
+                met[..., s, :, :] *= self.same_bucket[..., s, :, :]
+        return met
+
+    @step
+    def counted(self):
+        """How often trax counts a pair: by chunk numbers of the same round alone, (..., h, t, t)"""
+        total = np.zeros(self.pairs)
+        for s in range(self.bucket.shape[-2]):
+            gap = self.ahead_of(s, s)
+            for step_ in self.reach:
+                here = self.near(gap, step_)
+                total += here & self.same_bucket[..., s, :, :] if self.within_bucket else here
+        return total
+
+    @step
+    def visible_by_mask(self):
+        """The mask hides keys."""
+        return self.shown_keys[..., None, None, :]
+
+    @step
+    def oneself(self):
+        """i = j, (t, t)"""
+        return self.i == self.j
+
+    @step
+    def allowed(self):
+        """Pairs that every option allows; oneself only with ``self_attention="always"``, (..., h, t, t)"""
+        return super().visible & (True if self.self_attention == "always" else ~self.oneself)
+
+    @step
+    def multiplicity(self):
+        """How often a pair counts: once, in every meeting, or that over trax's count."""
+        times = self.meetings.sum(-3)
+        if self.full or self.duplicates == "union":
+            return np.minimum(times, 1).astype(float)
+        return times / (self.counted + 1e-9) if self.duplicates == "trax1" else times.astype(float)
+
+    @step
+    def alone(self):
+        """Rows that meet nobody in any round, (..., h, t, 1)"""
+        return ~((self.multiplicity > 0) & self.allowed).any(-1, keepdims=True)
+
+    @step
+    def copies(self):
+        """How often a pair counts in the softmax; a row that meets nobody meets itself once, as last resort."""
+        copies = np.where(self.allowed, self.multiplicity, 0.0)
+        if self.self_attention != "last_resort":
+            return copies
+        return np.where(self.alone & self.oneself, 1.0, copies)
+
+    @step
+    def visible(self):
+        """Pairs that count."""
+        return self.copies > 0
+
+    # ------------------------------------------------------------------ softmax
+
+    @step
+    def exponentials(self):
+        """copies exp(logits - maximum)"""
+        return np.where(self.seen, self.copies * super().exponentials, 0.0)
+
+    @step
+    def rebuilt_weights(self):
+        """copies exp(logits - lse) where an lse is handed over"""
+        rebuilt = super().rebuilt_weights
+        return self.copies * rebuilt if self.is_handed("lse") else rebuilt
+
+    # ------------------------------------------------------------------ backward
+
+    @step
+    def d_q_as_key(self):
+        """(dK - k (k . dK) / n) / norm: n = d for rms, 1 for l2, whose norm is constant below norm_eps"""
+        return (self.d_k - self.k * self.d_norm_share) / self.norm
+
+    @step
+    def d_norm_share(self):
+        """What the norm's own derivative takes away, (..., h, t, 1)"""
+        inner = (self.k * self.d_k).sum(-1, keepdims=True)
+        if self.key_norm == "rms":
+            return inner / self.channels
+        return np.where(self.norm > self.smallest_norm, inner, 0.0)
+
+    @step
+    def d_qk(self):
+        """As query and as key."""
+        return self.d_q + self.d_q_as_key
 
 
-def _factors(n_buckets: Any, rotations: Any, t: int, chunk: int, *, given: bool = False) -> tuple[int, ...] | None:
-    if given:
-        return None
-    if n_buckets is None:
-        return (2 * max(1, t // chunk) if rotations is None else 2 * rotations.shape[-1],)
-    return tuple(n_buckets) if isinstance(n_buckets, (tuple, list)) else (int(n_buckets),)
-
-
-def all_buckets(
-    qk: np.ndarray,
-    lead: tuple[int, ...],
-    *,
-    rotations: Any,
-    buckets: Any,
-    rng: Any,
-    hashes: Any,
-    n_buckets: Any,
-    chunk: int,
-    keep: np.ndarray | None,
-) -> np.ndarray:
-    """Buckets (..., h, s, t) from whichever source was given; tokens that ``keep`` (..., t) hides fall behind all others."""
-    h, t, d = qk.shape[-3:]
-    factors = _factors(n_buckets, rotations, t, chunk, given=buckets is not None and n_buckets is None)
-    if buckets is not None:
-        found = np.broadcast_to(np.asarray(buckets, dtype=np.int64), (*lead, h, *np.shape(buckets)[-2:]))
-    else:
-        if rotations is None:
-            rotations = rng.standard_normal((d, hashes or 1, sum(factors or ()) // 2))
-        rotations = np.broadcast_to(rotations, (*lead, h, *rotations.shape[-3:]))
-        found = np.zeros((*lead, h, rotations.shape[-2], t), dtype=np.int64)
-        for at in np.ndindex(found.shape[:-1]):
-            found[at] = plain_buckets(qk[at[:-1]], rotations[at[:-1]][:, at[-1]], factors or ())
-    if keep is None:
-        return found
-    shown = np.broadcast_to(keep[..., None, None, :], found.shape)
-    last = int(np.max(found[shown], initial=0)) + 1 if factors is None else math.prod(factors)
-    return np.where(shown, found, last)
+definition = LSH

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from refattn.arrays import sum_to_shape
-from refattn.definitions.lsh import all_buckets, definition
+from refattn.definitions.lsh_old import all_buckets, definition
 from refattn.records import Mutation, Result
 
 __all__ = ["lsh_mutations"]

@@ -9,7 +9,7 @@ from refattn import patterns
 from refattn.attention.blocks.lsh import bucket_factors, hash_buckets, sort_buckets
 from refattn.attention.lsh import lsh_attention as attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
-from refattn.definitions.lsh import meetings
+from refattn.definitions.lsh_old import meetings
 from refattn.mistakes.lsh import _Call
 
 B, H, T, D, E = 2, 2, 10, 2, 1

@@ -13,7 +13,7 @@ from refattn.attention.lsh_findings import (
     recall,
     shown_pairs,
 )
-from refattn.definitions.lsh import meetings
+from refattn.definitions.lsh_old import meetings
 
 
 def rng(seed=0):
