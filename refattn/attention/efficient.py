@@ -103,24 +103,6 @@ def backward(saved: Any, *, output: Any) -> dict[str, Any]:
     }
 
 
-def definition(q: Any, k: Any, v: Any, *, key_lengths: Any = None) -> Result:
-    """The same numbers through the whole (q, k) matrix of implied weights."""
-    lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-    q, k, v = (np.broadcast_to(x, lead + x.shape[-3:]) for x in (q, k, v))
-    counts = _counts(key_lengths, k.shape[-2], lead)
-    output = np.zeros((*q.shape[:-1], v.shape[-1]))
-    for batch in np.ndindex(*lead):
-        n = int(counts[batch])
-        for h in range(q.shape[-3] if n else 0):
-            keys = k[batch][h, :n]
-            shares = np.exp(keys - keys.max(0)) / np.exp(keys - keys.max(0)).sum(0)
-            for i, row in enumerate(q[batch][h]):
-                channels = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
-                weights = [math.fsum(channels * share) for share in shares]
-                output[batch][h, i] = sum(w * x for w, x in zip(weights, v[batch][h, :n], strict=True))
-    return Result(output=output)
-
-
 def _counts(key_lengths: Any, most: int, lead: tuple[int, ...]) -> np.ndarray:
     counts = np.asarray(most if key_lengths is None else key_lengths)
     return np.broadcast_to(counts.reshape(lead) if counts.size == math.prod(lead) else counts, lead)
@@ -228,7 +210,6 @@ efficient_attention = mechanism(
     backward,
     cost,
     example,
-    definition=definition,
     mutations=mutations,
     name="efficient_attention",
     equation="output = softmax_channels(q) (softmax_positions(k)^T v)",

@@ -100,23 +100,6 @@ def backward(saved: Any, *, output: Any) -> dict[str, Any]:
     }
 
 
-def definition(q: Any, k: Any, v: Any, *, e_k: Any, e_v: Any, scale: Any = None) -> Result:
-    """The same numbers row by row."""
-    lead = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-    q, k, v = (np.broadcast_to(x, lead + x.shape[-2:]) for x in (q, k, v))
-    scale = max(1, q.shape[-1]) ** -0.5 if scale is None else float(np.reshape(scale, ()))
-    n = e_k.shape[1]
-    output = np.zeros((*lead, q.shape[-2], v.shape[-1]))
-    for at in np.ndindex(*lead):
-        keys = [sum((e_k[j, m] * k[at][j] for j in range(k.shape[-2])), np.zeros(k.shape[-1])) for m in range(n)]
-        values = [sum((e_v[j, m] * v[at][j] for j in range(v.shape[-2])), np.zeros(v.shape[-1])) for m in range(n)]
-        for i, row in enumerate(q[at]):
-            logits = np.array([scale * np.sum(row * key) for key in keys])
-            shares = np.exp(logits - logits.max(initial=-np.inf))
-            output[at][i] = sum((w / shares.sum() * x for w, x in zip(shares, values, strict=True)), output[at][i])
-    return Result(output=output)
-
-
 def cost(
     *,
     b: int = 1,
@@ -238,7 +221,6 @@ linformer_attention = mechanism(
     backward,
     cost,
     example,
-    definition=definition,
     mutations=mutations,
     name="linformer_attention",
     equation="output = softmax(scale q (e_k^T k)^T) (e_v^T v)",

@@ -208,43 +208,7 @@ def _largest_column_sum(a: Any, pinv_scale: str) -> tuple[Any, Any, Any]:
     return xp.sum(xp.where(ties, sums, xp.zeros_like(sums)), axis=axes, keepdims=True) / count, ties, count
 
 
-# ------------------------------------------------------------------------------------------------ definition, counts, example
-
-
-def definition(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, *, landmarks: int, iterations: int = 6, pinv_scale: str = "matrix"
-) -> Result:
-    """Matrix by matrix, the iteration as a polynomial in A Z."""
-    lead = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-    q, k, v = (np.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (q, k, v))
-    n = landmarks
-
-    def rows(x: np.ndarray) -> list[np.ndarray]:
-        return [np.zeros(x.shape[-1])] * (-len(x) % n) + list(x)
-
-    def means(x: np.ndarray) -> list[np.ndarray]:
-        padded = rows(x)
-        size = len(padded) // n
-        return [sum(padded[s * size + 1 : (s + 1) * size], padded[s * size]) / size for s in range(n)]
-
-    def weights(left: Any, right: Any) -> np.ndarray:
-        logits = np.array([[np.sum(x * y) / max(1, len(x)) ** 0.5 for y in right] for x in left])
-        shares = np.exp(logits - logits.max(1)[:, None])
-        return shares / shares.sum(1)[:, None]
-
-    middle = {at: weights(means(q[at]), means(k[at])) for at in np.ndindex(*lead)}
-    starts = {at: np.abs(a).sum(0).max() * np.abs(a).sum(1).max() for at, a in middle.items()}
-    if pinv_scale == "batch":
-        starts = dict.fromkeys(starts, max(starts.values(), default=1.0))
-    output = np.zeros((*q.shape[:-1], v.shape[-1]))
-    for at, a in middle.items():
-        z = a.T / starts[at]
-        for _ in range(iterations):
-            y = a @ z
-            z = (13 * z - 15 * z @ y + 7 * z @ y @ y - z @ y @ y @ y) / 4
-        full = weights(rows(q[at]), means(k[at])) @ z @ weights(means(q[at]), rows(k[at])) @ np.array(rows(v[at]))
-        output[at] = full[-q.shape[-2] :]
-    return Result(output=output)
+# ------------------------------------------------------------------------------------------------ counts, example
 
 
 def cost(
@@ -314,7 +278,6 @@ nystrom_attention = mechanism(
     backward,
     cost,
     example,
-    definition=definition,
     mutations=nystrom_mutations,
     name="nystrom_attention",
     equation="output = softmax(q k_m^T / sqrt(d)) pinv(softmax(q_m k_m^T / sqrt(d))) softmax(q_m k^T / sqrt(d)) v",

@@ -216,47 +216,7 @@ def _features_backward(d_phi: Any, features: Any, kernel: str, y: Any, kept: Any
     return d_x, einsum("...tn,...td->nd", d_u, y)
 
 
-# ------------------------------------------------------------------------------------------------ definition, counts, example
-
-
-def definition(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    *,
-    features: np.ndarray,
-    kernel: str = "softmax",
-    eps: float | None = None,
-    causal: bool = False,
-    key_sum_eps: float = 0.0,
-    chunk: int = 64,
-) -> Result:
-    """The weight of each pair on its own, as in quadratic attention."""
-    lead = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-    q, k, v = (np.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (q, k, v))
-    eps = KERNELS[kernel] if eps is None else eps
-    d, n = q.shape[-1], len(features)
-    side = max(1, d) ** 0.25
-    output = np.zeros((*q.shape[:-1], v.shape[-1]))
-
-    def phi(row: np.ndarray, top: float) -> np.ndarray:
-        row = row / side
-        if kernel == "relu":
-            return np.array([max(row @ f, 0.0) + eps for f in features])
-        half = sum(x * x for x in row) / 2
-        return np.array([(math.exp(row @ f - half - top) + eps) / math.sqrt(n) for f in features])
-
-    for at in np.ndindex(*lead):
-        tops = [max((row @ f / side for f in features), default=0.0) for row in k[at]]
-        keys = [phi(row, max(tops, default=0.0)) for row in k[at]]
-        for i, row in enumerate(q[at]):
-            f = phi(row, max(row @ other / side for other in features))
-            seen = keys[: i + 1] if causal else keys
-            weights = [float(f @ g) for g in seen]
-            total = sum(weights) + key_sum_eps * f.sum()
-            if total != 0:
-                output[at][i] = sum((w * x for w, x in zip(weights, v[at], strict=False)), output[at][i]) / total
-    return Result(output=output)
+# ------------------------------------------------------------------------------------------------ counts, example
 
 
 def cost(
@@ -336,7 +296,6 @@ performer_attention = mechanism(
     backward,
     cost,
     example,
-    definition=definition,
     mutations=performer_mutations,
     name="performer_attention",
     equation="output = phi(q) (phi(k)^T v) / (phi(q) . sum_k phi(k)), phi(x) = exp(features x / d^(1/4) - |x|^2 / (2 d^(1/2)))",

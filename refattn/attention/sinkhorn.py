@@ -375,57 +375,7 @@ def backward(saved: Any, *, output: Any) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------------ definition, counts, example
-
-
-def _balanced(x: np.ndarray, iterations: int, causal: bool) -> np.ndarray:
-    """One (u, v) matrix, by NumPy's logaddexp."""
-    if causal:
-        x = np.where(np.arange(len(x))[:, None] > np.arange(len(x)), x, -np.inf)
-    with np.errstate(invalid="ignore"):
-        for _ in range(iterations):
-            x = np.where(np.isneginf(x), x, x - np.logaddexp.reduce(x, axis=1, keepdims=True))
-            sums = np.logaddexp.accumulate(x, axis=0) if causal else np.logaddexp.reduce(x, axis=0, keepdims=True)
-            x = np.where(np.isneginf(x), x, x - sums)
-    return np.exp(x)
-
-
-def definition(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    *,
-    sort_logits: np.ndarray,
-    block: int,
-    temperature: Any = 0.75,
-    iterations: int = 7,
-    noise: Any = None,
-    causal: bool = False,
-    scale: Any = None,
-) -> Result:
-    """One query after the other, over the keys it sees: those mixed for its place, then those of its block."""
-    lead = np.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, sort_logits)))
-    q, k, v = (np.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (q, k, v))
-    scores = sort_logits if noise is None else sort_logits + noise
-    scores = np.broadcast_to(scores / float(np.reshape(temperature, ())), (*lead, *sort_logits.shape[-2:]))
-    factor = max(1, q.shape[-1]) ** -0.5 if scale is None else float(np.reshape(scale, ()))
-    output = np.zeros((*lead, q.shape[-2], v.shape[-1]))
-    for at in np.ndindex(*lead):
-        sorting = _balanced(scores[at], iterations, causal)
-        for i, row in enumerate(q[at]):
-            u, place = divmod(i, block)
-            sources = range(u) if causal else range(len(sorting))
-            keys, values = [], []
-            for c in range(block if sources else 0):
-                keys.append(sum(sorting[u, w] * k[at][w * block + c] for w in sources))
-                values.append(sum(sorting[u, w] * v[at][w * block + c] for w in sources))
-            for c in range(place + 1 if causal else block):
-                keys.append(k[at][u * block + c])
-                values.append(v[at][u * block + c])
-            logits = np.array([factor * np.sum(row * key) for key in keys])
-            shares = np.exp(logits - logits.max())
-            output[at][i] = sum(w / shares.sum() * x for w, x in zip(shares, values, strict=True))
-    return Result(output=output)
+# ------------------------------------------------------------------------------------------------ counts, example
 
 
 def cost(
@@ -652,7 +602,6 @@ sinkhorn_attention = mechanism(
     backward,
     cost,
     example,
-    definition=definition,
     mutations=mutations,
     name="sinkhorn_attention",
     equation="output = softmax(scale q [R k, k]^T) [R v, v] by blocks, R = sinkhorn((sort_logits + noise) / temperature)",
