@@ -26,6 +26,10 @@ LONG = {
     f"{t}_by_{block}": {"t": t, "block": block, "r": 3, "key_lengths": (t, t - 33)}
     for t, block in ((400, 16), (385, 16), (300, 7))
 }
+COUNTED = [
+    2 * ({"b": 2, "h": 2, "t": t, "d": 4, "e": 3, "r": 2, "block": 4, **options},)
+    for t, options in ((40, {}), (75, {"global_blocks": (0, 0)}))
+]
 
 
 def arguments(name="plain", seed=0, **more):

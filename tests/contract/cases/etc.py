@@ -33,6 +33,7 @@ LONG = {
         "lengths": (150, 88),
     }
 }
+COUNTED = [2 * ({"b": 2, "h": 2, "t": 40, "n": 3, "d": 4, "e": 3, "p": p, "radius": 3, "clip": 2},) for p in (0, 7)]
 
 
 def arguments(name="plain", seed=0, **more):

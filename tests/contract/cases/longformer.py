@@ -27,6 +27,7 @@ LONG = {
     for n, x in CASES.items() if n not in ("ragged", "one_batch", "all_global", "no_globals") for t in (37, 150)
 }  # fmt: skip
 LONG |= {f"scattered_{t}": {"t": t, "global_tokens": rng(2).random((2, t)) < 0.1} for t in (37, 150)}
+COUNTED = [2 * ({"b": 1, "h": 2, "t": 70, "d": 4, "e": 3, "n": n, "window": (5, 3)},) for n in (0, 2)]
 
 
 def arguments(name="plain", seed=0, **more):

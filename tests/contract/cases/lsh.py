@@ -67,6 +67,10 @@ CASES = {
     "hashed": {"hashed": True, "t": 16},
     "hashed_causal": {"hashed": True, "t": 13, "causal": True, "hashes": 3},
 }
+COUNTED = [
+    2 * ({"b": 2, "h": 3, "t": 64, "d": 8, "e": 4, "hashes": 2, "chunk": 8, "n_buckets": 16, **options},)
+    for options in ({}, {"causal": True})
+]
 
 
 def arguments(name="default", seed=0, **more):

@@ -58,7 +58,7 @@ CASES = {
 }  # fmt: skip
 SIZES_COUNTED = {"b": 2, "h": 3, "t": 30, "c": 4, "d": 6, "e": 5}
 COUNTED = [
-    ({**SIZES_COUNTED, "n": 2}, {**SIZES_COUNTED, "cluster_size": None}),
+    ({**SIZES_COUNTED, "n": 2, "cluster_size": 7}, {**SIZES_COUNTED, "cluster_size": 7}),
     (
         {**SIZES_COUNTED, "n": 2, "causal": True, "cluster_size": (6, 9), "k": True, "memory_keys": True},
         {**SIZES_COUNTED, "n": 2, "causal": True, "cluster_size": (6, 9), "shared": False},
