@@ -183,49 +183,6 @@ def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
     return gradients
 
 
-def definition(
-    x: np.ndarray,
-    memory: np.ndarray | None = None,
-    compressed: np.ndarray | None = None,
-    *,
-    w_q: np.ndarray,
-    w_k: np.ndarray,
-    w_v: np.ndarray,
-    w_o: np.ndarray | None = None,
-    compressed_positions: str = "slot",
-    rate: int | None = None,
-    through_memory: bool = False,
-    **rest: Any,
-) -> Result:
-    """The same numbers: rows projected one by one, then the pair-by-pair definition of Transformer-XL attention."""
-    lead = np.broadcast_shapes(*(a.shape[:-2] for a in (compressed, memory, x) if a is not None))
-
-    def rows(a: np.ndarray | None) -> list[np.ndarray]:
-        return [] if a is None else [np.broadcast_to(a[..., t, :], (*lead, a.shape[-1])) for t in range(a.shape[-2])]
-
-    def project(sequence: list[np.ndarray], weight: np.ndarray) -> np.ndarray:
-        found = np.zeros((*lead, weight.shape[1], len(sequence), weight.shape[2]))
-        for t, row in enumerate(sequence):
-            for head in range(weight.shape[1]):
-                found[..., head, t, :] = row @ weight[:, head]
-        return found
-
-    places, token = [], 0
-    for _ in rows(compressed):
-        span = [token] if compressed_positions == "slot" else list(range(token, token + int(rate or 1)))
-        places.append(span[len(span) // 2] if compressed_positions == "span_mid" else span[-1])
-        token = span[-1] + 1
-    places += [token + n for n in range(len(rows(memory)) + len(rows(x)))]
-    sequence = rows(compressed) + rows(memory) + rows(x)
-    heads = transformer_xl.definition(
-        project(rows(x), w_q), project(sequence, w_k), project(sequence, w_v), key_places=places, **rest
-    )
-    if w_o is None:
-        return heads
-    output = sum(heads.output[..., head, :, :] @ w_o[head] for head in range(w_o.shape[0]))
-    return Result(**{**heads.fields, "output": output})
-
-
 def cost(
     *,
     b: int = 1,
@@ -283,7 +240,6 @@ compressive_attention = mechanism(
     backward,
     cost,
     example,
-    definition=definition,
     mutations=compressive_mutations,
     name="compressive_attention",
     equation="output = softmax(scale * ((q + u) k^T + shift((q + w) r^T)), where visible) v w_o over [compressed, memory, x]",

@@ -314,88 +314,6 @@ def _terms(
     return {f"term_{letter}": scale * x for letter, x in terms.items()}
 
 
-def definition(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    *,
-    r: np.ndarray | None = None,
-    u: np.ndarray | None = None,
-    w: np.ndarray | None = None,
-    position_bias: np.ndarray | None = None,
-    absolute_q: np.ndarray | None = None,
-    absolute_k: np.ndarray | None = None,
-    causal: bool = True,
-    same_length: bool | int = False,
-    key_places: Any = None,
-    keep_terms: bool = False,
-    scale: float | None = None,
-    mask: np.ndarray | None = None,
-    bias: np.ndarray | None = None,
-    keep_weights: bool = False,
-) -> Result:
-    """The same numbers pair by pair: each logit looks its distance up in the table."""
-    lead = np.broadcast_shapes(
-        *(np.shape(x)[:-3] for x in (q, k, v, r, absolute_q, absolute_k) if x is not None),
-    )
-    (h, rows, d), (columns, e) = q.shape[-3:], v.shape[-2:]
-    scale = (d**-0.5 if d else 1.0) if scale is None else float(np.reshape(scale, ()))
-
-    def full(x: Any) -> Any:
-        return None if x is None else np.broadcast_to(x, lead + x.shape[-3:])
-
-    q, k, v, r, absolute_q, absolute_k = map(full, (q, k, v, r, absolute_q, absolute_k))
-    place = list(range(columns)) if key_places is None else [int(n) for n in key_places]
-    last = place[-1] if columns else 0  # where the last query stands
-    longest = last if causal else last + 1  # the distance of row 0
-    most = columns - rows if same_length is True else same_length
-    whole = (*lead, h, rows, columns)
-    mask = None if mask is None else np.broadcast_to(mask, whole)
-    bias = None if bias is None else np.broadcast_to(np.asarray(bias, dtype=np.float64), whole)
-    output, lse = np.zeros((*lead, h, rows, e)), np.full((*lead, h, rows), -np.inf)
-    parts = {n: np.zeros(whole) for n in ("term_a", "term_b", "term_c", "term_d")}
-    weights, logits = np.zeros(whole), np.zeros(whole)
-    with np.errstate(all="ignore"):
-        for row in np.ndindex(*lead, h, rows):
-            *batch, n, i = row
-            at = (*batch, n)
-            seen = []
-            for j in range(columns):
-                pair = (*row, j)
-                older = i + columns - rows - j  # keys newer than j, up to the query
-                distance = last - (rows - 1 - i) - place[j]
-                t = longest - distance
-                x = k[at][j]
-                a, b, c, dd = q[row] @ x, 0.0, 0.0, 0.0
-                if absolute_q is not None:
-                    b, c, dd = q[row] @ absolute_k[at][j], absolute_q[row] @ x, absolute_q[row] @ absolute_k[at][j]
-                elif u is not None:
-                    c = u[n] @ x
-                if r is not None and t < r.shape[-2]:
-                    b = q[row] @ r[at][t]
-                    dd = 0.0 if w is None else w[n] @ r[at][t]
-                if position_bias is not None and t < position_bias.shape[-1]:
-                    dd = position_bias[n, t]
-                for name, part in zip(parts, (a, b, c, dd), strict=True):
-                    parts[name][pair] = scale * part
-                logits[pair] = scale * (a + b + c + dd) + (0.0 if bias is None else bias[pair])
-                hidden = (causal and older < 0) or (most is not False and older >= most)
-                hidden = hidden or (mask is not None and not mask[pair]) or (bias is not None and bias[pair] == -np.inf)
-                if not hidden:
-                    seen.append(j)
-            if seen:
-                x = logits[row][seen]
-                top = x.max()
-                top = top if np.isfinite(top) else 0.0
-                lse[row] = top + np.log(np.exp(x - top).sum())
-                weights[row][seen] = np.exp(x - lse[row])
-                output[row] = weights[row][seen] @ v[at][seen]
-    fields = {"output": output, "lse": lse}
-    if keep_weights:
-        fields.update(weights=weights, logits=logits)
-    return Result(**fields, **(parts if keep_terms else {}))
-
-
 def cost(
     *,
     b: int = 1,
@@ -488,7 +406,6 @@ transformer_xl_attention = mechanism(
     backward,
     cost,
     example,
-    definition=definition,
     mutations=transformer_xl_mutations,
     name="transformer_xl_attention",
     equation="output = softmax(scale * ((q + u) k^T + shift((q + w) r^T)), where visible) v",
