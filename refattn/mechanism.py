@@ -320,18 +320,25 @@ class Mechanism(Function):
     ) -> None:
         super().__init__(forward, backward, name=name, **options)
         self.equation, self.paper, self.axes = equation, paper, MappingProxyType(dict(axes))
-        self._mutations, self._cost, self._example = mutations, cost, example
+        self._cost, self._example = cost, example
+        edits = hasattr(mutations, "mutations")
+        self._catalogue, self._mutations = (mutations, None) if edits else (None, mutations)
         self._file = forward.__module__.rpartition(".")[2]
         self.definition = Reference(self, definition)
 
     @property
     def mutations(self) -> tuple[Mutation, ...]:
         """The known mistakes, loaded when they are first asked for: ``catalogue`` of refattn/mistakes/<the same file>."""
-        if self._mutations is None:
-            self._mutations = importlib.import_module(f"refattn.mistakes.{self._file}").catalogue
-        if hasattr(self._mutations, "mutations"):
-            self._mutations = self._mutations.mutations()
+        if self.catalogue is not None and not isinstance(self._mutations, tuple):
+            self._mutations = self.catalogue.mutations()
         return tuple(self._mutations)
+
+    @property
+    def catalogue(self) -> Any:
+        """The known mistakes as edits of the definition; None where they were given as plain mutations."""
+        if self._catalogue is None and self._mutations is None:
+            self._catalogue = importlib.import_module(f"refattn.mistakes.{self._file}").catalogue
+        return self._catalogue
 
     def cost(self, **sizes: Any) -> Cost:
         """Counts of one call; sizes by axis letter, dtype, direction="forward" | "backward" | "both", options.

@@ -26,7 +26,7 @@ import numpy as np
 from refattn.definitions.steps import Definition, same_arrays, step
 from refattn.records import Mutation, Result
 
-__all__ = ["SIDES", "Case", "Catalogue", "Mistake", "differs", "edited_steps", "source_of_edit"]
+__all__ = ["SIDES", "Case", "Catalogue", "Mistake", "combined", "differs", "edited_steps", "source_of_edit"]
 
 SIDES = ("both", "forward", "backward")
 """Where a mistake is made.  *forward*: a right backward is handed wrong results; *backward*: a wrong one the right results."""
@@ -127,6 +127,21 @@ def _lift(edit: type[Definition], definition: type[Definition]) -> type[Definiti
     return type(
         edit.__name__, (definition,), {**body, "inner": edit if issubclass(edit, inner) else _lift(edit, inner)}
     )
+
+
+def combined(one: type[Definition], other: type[Definition]) -> type[Definition] | None:
+    """Both edits at once; None where one is an edit of the other, or they are made in definitions that do not fit together."""
+    if issubclass(one, other) or issubclass(other, one):
+        return None
+    if one.inner is not other.inner and one.inner.content is not None and other.inner.content is not None:
+        base = [c.inner.content for c in (one, other)]
+        inner = combined(*base) if all(isinstance(b, type) for b in base) else None
+        if inner is not None:
+            return type(f"{one.__name__}_and_{other.__name__}", (one, other), {"inner": inner})
+    try:
+        return type(f"{one.__name__}_and_{other.__name__}", (one, other), {})
+    except TypeError:  # no order of the bases serves both
+        return None
 
 
 # ---------------------------------------------------------------------------------------------- what a mistake gives

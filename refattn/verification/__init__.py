@@ -1,5 +1,6 @@
 """Somebody else's implementation held against refattn: :func:`verify` and :func:`assert_matches`."""
 
+import dataclasses
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from refattn import arrays
 from refattn.mechanism import Mechanism, mechanisms
 from refattn.verification.candidate import Call, Candidate, Outcome, open_candidate
 from refattn.verification.conventions import CONVENTION_OPTIONS, Conventions, UsageError
-from refattn.verification.diagnose import Case, explain
+from refattn.verification.diagnosis import JudgedCall, Workbench, departure, explain
 from refattn.verification.probes import Probe
 from refattn.verification.probes import probes as designed_probes
 from refattn.verification.properties import check_properties
@@ -169,7 +170,8 @@ class _Session:
         self.fixed, self.backend, self.progress = fixed, backend, progress
         self.takes = frozenset(n for n in CONVENTION_OPTIONS if candidate.takes(n))
         self.rows: list[Row] = []
-        self.cases: list[Case] = []
+        self.cases: list[JudgedCall] = []
+        self._probes: dict[int, Probe] = {}  # of the judged calls
         self.notes: list[str] = []
         self.explained: list[dict[str, Any]] = []
         self.order: list[str] = []  # names of the probes as they were made
@@ -312,6 +314,9 @@ class _Session:
             status = "not run" if outcome.status == "unsupported" else outcome.status
             self.rows.append(Row(**about, status=status, message=outcome.message, traceback=outcome.traceback))
             return
+        self.rows.append(self._row(about, probe, call, outcome, dtype))
+
+    def _row(self, about: dict[str, Any], probe: Probe, call: Call, outcome: Outcome, dtype: str) -> Row:
         truth = self._truth(call, dtype, outcome)
         leak = probe.poison and self.candidate.conventions.masked_nan == "may_leak"
         got = {**outcome.fields, **{f"d_{n}": x for n, x in outcome.gradients.items()}}
@@ -325,12 +330,36 @@ class _Session:
             message = f"the candidate changed its input {', '.join(outcome.mutated)}"
             self._structural("input_mutation", message, outcome.mutated, probe.name)
         wrong = message or not all(j.ok for j in judgements)
-        self.rows.append(
-            Row(**about, status="mismatch" if wrong else "ok", judgements=tuple(judgements), message=message)
-        )
+        row = Row(**about, status="mismatch" if wrong else "ok", judgements=tuple(judgements), message=message)
         numbers = {n: x for n, x in got.items() if n in truth.values and arrays.is_real_floating(x.dtype)}
         kept = tuple(j for j in judgements if j.array in numbers and not j.says.startswith("dtype"))
-        self.cases.append(Case(probe.name, dtype, probe.size, truth, numbers, kept, leak))
+        judged = JudgedCall(probe.name, dtype, probe.size, truth, numbers, kept, leak)
+        self.cases.append(judged)
+        self._probes[id(judged)] = probe
+        return row
+
+    # ------------------------------------------------------------------ what diagnosis asks
+
+    def again(
+        self, call: JudgedCall, *, drop: Sequence[str] = (), values: Mapping[str, Any] | None = None
+    ) -> JudgedCall | None:
+        """A judged call once more, without some options or with other values of some arrays."""
+        probe = self._probes[id(call)]
+        arguments = {n: x for n, x in probe.arguments.items() if n not in drop} | dict(values or {})
+        name = f"{probe.name} without {', '.join(drop)}" if drop else f"{probe.name} with other values"
+        changed = dataclasses.replace(
+            probe, name=name, arguments=arguments,
+            wrt=tuple(n for n in probe.wrt if n not in drop),
+        )  # fmt: skip
+        (outcome,) = self._ask([(changed, call.dtype)])
+        if outcome.status != "ok":
+            return None
+        about = {"probe": changed.name, "dtype": call.dtype, "says": probe.says, "seconds": outcome.seconds}
+        try:
+            self._row(about, changed, self._call(changed, call.dtype, changed.name), outcome, call.dtype)
+        except (ValueError, TypeError, ReferenceNaNError):
+            return None
+        return self.cases.pop()
 
     def _judgements(
         self, call: Call, truth: Truth, outcome: Outcome, got: dict[str, np.ndarray], leak: bool = False
@@ -438,7 +467,12 @@ class _Session:
                 self._structural("hang", f"no answer within {SECONDS:g} s", (), row.probe)
         covered = {probe for entry in self.explained for probe in entry["probes"]}
         open_cases = [c for c in self.cases if not (c.failing and c.probe in covered)]
-        explanations = explain(open_cases, self.mechanism, self.candidate.conventions) + self.explained
+        failing = sum(bool(c.failing) for c in open_cases)
+        bench = Workbench(self.mechanism, self.candidate.conventions)
+        live = None if self.candidate.recorded else self
+        found_causes = explain(open_cases, bench, live=live)
+        departs = departure(self.cases, bench, found_causes, live)
+        explanations = [e.as_record(failing) for e in found_causes] + self.explained
         if any(row.status == "mismatch" for row in self.rows) and not explanations:
             self.notes.extend(_structure(self.cases))
         if self.candidate.where == "this process":
@@ -447,8 +481,9 @@ class _Session:
         rank = {name: i for i, name in enumerate(self.order)}
         rows = sorted(self.rows, key=lambda r: (place.get(r.dtype, len(place)), rank.get(r.probe, len(rank))))
         return Report(
-            self.mechanism.name, self.candidate.describe(), tuple(rows), explanations, tuple(self.notes), found
-        )
+            self.mechanism.name, self.candidate.describe(), tuple(rows), explanations, tuple(self.notes), found,
+            departs.as_record(), tuple(departs.sentences),
+        )  # fmt: skip
 
 
 def _unasked(judgement: Judgement) -> Judgement:
@@ -473,7 +508,7 @@ def _difference(one: Outcome, other: Outcome, truth: Truth) -> tuple[str, float]
     return worst
 
 
-def _structure(cases: Sequence[Case]) -> list[str]:
+def _structure(cases: Sequence[JudgedCall]) -> list[str]:
     """What the errors look like, where nothing in the catalogue explains them."""
     failing = sorted((c for c in cases if c.failing), key=lambda c: c.size)
     sentences = ["no mistake of the catalogue and no other convention explains the mismatch"]

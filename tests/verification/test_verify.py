@@ -153,7 +153,7 @@ def test_files(tmp_path):
     report.to_junit(tmp_path / "r.xml")
     report.to_html(tmp_path / "r.html")
     saved = json.loads((tmp_path / "r.json").read_text())
-    assert saved["schema_version"] == 1
+    assert saved["schema_version"] == 2
     assert saved["exit_code"] == 1
     assert saved["explanations"][0]["class"] == "gqa_tile"
     assert set(saved["explanations"][0]) >= {"class", "residual", "outputs", "says"}

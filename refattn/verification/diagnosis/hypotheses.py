@@ -1,0 +1,178 @@
+"""What may have been done instead: known mistakes on every side, other conventions, and what needs no catalogue.
+
+A hypothesis predicts the candidate's arrays for a judged call.  Mistakes are edits of the definition's steps
+(:mod:`refattn.mistakes.engine`); the right steps of a call are computed once and shared by all of them.
+"""
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from refattn import arrays
+from refattn.mechanism import Mechanism
+from refattn.mistakes.engine import Case, Mistake, combined
+from refattn.records import Mutation, Result
+from refattn.verification import conventions as conventions_
+from refattn.verification.conventions import Conventions
+from refattn.verification.diagnosis.calls import JudgedCall
+from refattn.verification.probes import storage_dtype
+
+__all__ = ["Hypothesis", "Workbench", "sides_worth_trying"]
+
+_KEPT = 6
+"""Calls whose right steps are kept at once: those of a long call are large."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hypothesis:
+    """Something that may have been done instead.
+
+    ``side`` is one of ``refattn.mistakes.engine.SIDES``; ``mistakes`` are edits of steps (two where two are made at once),
+    ``mutation`` a mistake of an older form, ``conventions`` another convention that the candidate may follow.
+    """
+
+    name: str
+    says: str
+    side: str = "both"
+    mistakes: tuple[Mistake, ...] = ()
+    mutation: Mutation | None = dataclasses.field(default=None, compare=False)
+    conventions: Conventions | None = None
+    why: str = ""
+
+    @property
+    def gradients_only(self) -> bool:
+        return self.side == "backward"
+
+
+class Workbench:
+    """All hypotheses about one candidate, and what they predict; predictions of a call share its right steps."""
+
+    def __init__(self, mechanism: Mechanism, conventions: Conventions) -> None:
+        self.mechanism, self.conventions = mechanism, conventions
+        self._cases: OrderedDict[int, tuple[JudgedCall, Case]] = OrderedDict()
+        self._predictions: dict[tuple[int, int, bool], dict[str, np.ndarray]] = {}
+        catalogue = mechanism.catalogue
+        self.mistakes: list[Hypothesis] = []
+        if catalogue is None:
+            self.mistakes = [Hypothesis(m.class_, m.says, mutation=m) for m in mechanism.mutations]
+        else:
+            for side in ("both", "forward", "backward"):
+                self.mistakes += [
+                    Hypothesis(m.class_, m.says, side, (m,), why=m.why) for m in catalogue if side in m.sides
+                ]
+        self.conventions_: list[Hypothesis] = []
+        for name, other in conventions_.alternatives(conventions):
+            changed = {f: v for f, v in dataclasses.asdict(other).items() if v != getattr(conventions, f)}
+            words = ", ".join(f"{field} = {value!r}" for field, value in changed.items())
+            says = f"another convention than the one in force: {words}"
+            self.conventions_.append(Hypothesis(name, says, conventions=other))
+
+    def together(self, one: Hypothesis, other: Hypothesis) -> Hypothesis | None:
+        """Both mistakes at once; None where they cannot be combined."""
+        if not one.mistakes or not other.mistakes:
+            return None
+        edit = combined(one.mistakes[0].edit, other.mistakes[0].edit)
+        if edit is None:
+            return None
+        mistake = dataclasses.replace(one.mistakes[0], edit=edit, arrays=None, sides=("both",))
+        return Hypothesis(
+            f"{one.name} + {other.name}", f"{one.says}; and {other.says}", "both", (mistake,), why=one.why
+        )
+
+    # ------------------------------------------------------------------ predictions
+
+    def predict(self, hypothesis: Hypothesis, call: JudgedCall, *, gradients: bool = True) -> dict[str, np.ndarray]:
+        """The judged arrays that would differ from the right ones; empty where the hypothesis says nothing here.
+
+        ``gradients=False`` leaves these out, which is cheaper.
+        """
+        found: dict[str, np.ndarray] = {}
+        for part in (False, True)[: 1 + gradients]:
+            key = (id(hypothesis), id(call), part)
+            if key not in self._predictions:
+                try:
+                    with np.errstate(all="ignore"):
+                        made = self._predict(hypothesis, call, part)
+                except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError):
+                    made = {}  # not made for these arguments
+                self._predictions[key] = {n: x for n, x in made.items() if n in call.judged}
+            found |= self._predictions[key]
+        return found
+
+    def forget(self, call: JudgedCall) -> None:
+        """Drop what is kept of a call."""
+        self._cases.pop(id(call), None)
+
+    def case(self, call: JudgedCall) -> Case:
+        """The right steps of a call."""
+        if id(call) not in self._cases:
+            question = call.truth.question
+            cotangents = conventions_.reference_cotangents(question.cotangents64, question.conventions)
+            steps = self.mechanism.definition.steps
+            made = Case(steps, question.arguments(), cotangents, storage=storage_dtype(question.precision))
+            self._cases[id(call)] = (call, made)
+            while len(self._cases) > _KEPT:
+                self._cases.popitem(last=False)
+        self._cases.move_to_end(id(call))
+        return self._cases[id(call)][1]
+
+    def _predict(self, hypothesis: Hypothesis, call: JudgedCall, gradients: bool) -> dict[str, np.ndarray]:
+        """The results alone, or the gradients alone."""
+        question = call.truth.question
+        if gradients and not any(n.startswith("d_") for n in call.judged):
+            return {}
+        if hypothesis.conventions is not None:
+            other = hypothesis.conventions
+            made = question.answer(question.arguments(other), question.cotangents64, other)
+            return {n: x for n, x in made.items() if n.startswith("d_") == gradients}
+        if hypothesis.mutation is not None:
+            arguments = question.arguments()
+            mutation = hypothesis.mutation
+            if not gradients:
+                result = mutation.forward(arguments) if mutation.forward else None
+                return self._named(call, None if result is None else dict(result.fields), None)
+            cotangents = conventions_.reference_cotangents(question.cotangents64, question.conventions)
+            return self._named(call, None, mutation.gradients(arguments, cotangents) if mutation.gradients else None)
+        (mistake,) = hypothesis.mistakes
+        case = self.case(call)
+        if gradients:
+            return self._named(call, None, case.gradients(mistake, hypothesis.side))
+        return self._named(call, case.results(mistake, hypothesis.side), None)
+
+    def _named(
+        self, call: JudgedCall, results: Mapping[str, Any] | None, gradients: Mapping[str, Any] | None
+    ) -> dict[str, np.ndarray]:
+        """Results and gradients as a candidate of the declared conventions would give them, by array name."""
+        question = call.truth.question
+        follow, arguments = question.conventions, question.arguments()
+        found: dict[str, np.ndarray] = {}
+        right = Result(**self.mechanism_result(call))
+        if results is not None:
+            numbers = {n: x for n, x in results.items() if arrays.is_array(x)}
+            found |= conventions_.reference_result(Result(**numbers), arguments, follow)
+        if gradients is not None:
+            plain = question.cotangents64
+            wanted = conventions_.reference_gradients(gradients, right, arguments, plain, follow, question.options)
+            found |= {f"d_{n}": np.asarray(x) for n, x in wanted.items() if n in question.wrt}
+        return found
+
+    def mechanism_result(self, call: JudgedCall) -> dict[str, Any]:
+        """The right results of a call, before conventions."""
+        if self.mechanism.catalogue is None:
+            return {n: x for n, x in call.truth.values.items() if not n.startswith("d_")}
+        return self.case(call).right.result()
+
+
+def sides_worth_trying(call: JudgedCall, hypotheses: Sequence[Hypothesis]) -> Iterator[Hypothesis]:
+    """Hypotheses that can explain what fails in a call."""
+    values = any(not n.startswith("d_") for n in call.failing)
+    judged_gradients = any(n.startswith("d_") for n in call.judged)
+    for hypothesis in hypotheses:
+        if hypothesis.side == "backward" and values:
+            continue
+        if hypothesis.side == "forward" and (not values or not judged_gradients):
+            continue
+        yield hypothesis
