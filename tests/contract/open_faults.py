@@ -1,0 +1,46 @@
+"""Cases that a check leaves out because of a fault that is known and open; the list only shrinks.
+
+Whoever mends a fault takes its line out; a line whose case has gone fails `test_the_list_names_cases`.
+"""
+
+OPEN = {
+    "never_read": {
+        # NaN in keys beyond the reach or behind the mask reaches d_q, d_scale; in q of an empty row it reaches d_key_positions
+        "adaptive_span": "plain no_positions slots dynamic dynamic_shared mask mask_empty_row no_memory small_span scale",
+        # a hidden compressed row reaches d_w_k and d_w_v
+        "compressive": "same_length",
+        # queries of a batch entry without keys reach output and d_q
+        "efficient": "no_keys",
+        # padded q and q_global reach d_labels
+        "etc": "lengths no_keys",
+        # the own key of a masked token reaches d_qk
+        "lsh": "always_causal",
+        # the gradient of a masked token itself is NaN
+        "routing": "masks masks_shared masks_members",
+        # scores of rows that the causal sort drops reach d_temperature
+        "sinkhorn": "one_block_causal",
+        # dynamic coefficients at padded queries and hidden keys reach outputs, d_q, d_k, d_v, d_scale
+        "talking_heads": "mask_empty_row lengths together",
+        # infinities in queries of empty rows warn: "invalid value encountered in multiply"
+        "transformer_xl": "more_queries_than_keys mask_empty_row together",
+    },
+    "cotangents": {
+        "efficient": "no_keys",  # a NaN cotangent of a row without keys reaches d_q
+    },
+    "counted": {
+        "etc": "0 1",  # its cost refuses clip, an option of its own
+        "linformer": "0",  # the backward leaves out the product that gives the gradient of scale
+    },
+    "silent": {
+        "multi_head": "richest",  # mistakes of a bias are offered where there is none, 6e-16 from the right numbers
+    },
+    "nan_as_defined": {
+        "nystrom": "batch batch_padded",  # NaN in k and a divisor shared by the batch: definition and forward differ
+    },
+}
+
+
+def without(check, cases):
+    """The (mechanism, case) pairs that the check asks today."""
+    left_out = {(f"{m}_attention", n) for m, names in OPEN.get(check, {}).items() for n in names.split()}
+    return [c for c in cases if c not in left_out]
