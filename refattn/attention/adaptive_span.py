@@ -46,7 +46,6 @@ from refattn.arrays import (
 from refattn.core import options
 from refattn.core.attend import product
 from refattn.cost import itemsize, require_sizes
-from refattn.definitions.adaptive_span import definition
 from refattn.mechanism import function, mechanism
 from refattn.mistakes.adaptive_span import adaptive_span_mutations
 from refattn.normalization import row_maximum
@@ -320,7 +319,7 @@ def forward(
     lse : array (..., h, q)
         ln sum ramp exp(logits), persistent slots included.
     weights, logits : arrays (..., h, q, k + n)
-        With ``keep_weights``; the persistent slots come last, logits are 0 beyond the reach.
+        With ``keep_weights``; the persistent slots come last, logits are -inf where a query does not see a key.
 
     Raises
     ------
@@ -370,9 +369,10 @@ def _kept(tile: _Tile, a: Any, slots: Any) -> tuple[Any, Any]:
     """Weights and logits of a tile laid out over all keys, persistent slots last."""
     p, xp = tile.p, tile.p.xp
     s, slot_logits = tile.logits()
+    seen = tile.visible if p.given["renormalize_eps"] else tile.visible & (real(tile.level) >= 0)
     found = []
-    for band, extra in ((a, slots), (xp.where(tile.visible, s, xp.zeros_like(s)), slot_logits)):
-        wide = xp.zeros((p.h, tile.a, p.n_k), dtype=band.dtype, device=device(band))
+    for band, extra, hidden in ((a, slots, 0.0), (xp.where(seen, s, xp.full_like(s, -math.inf)), slot_logits, -math.inf)):
+        wide = xp.full((p.h, tile.a, p.n_k), hidden, dtype=band.dtype, device=device(band))
         wide = p.backend.assign(wide, (slice(None), slice(None), tile.keys), band)
         found.append(wide if extra is None else xp.concat([wide, extra], axis=-1))
     return found[0], found[1]
@@ -557,7 +557,6 @@ adaptive_span_attention = mechanism(
     backward,
     cost,
     example,
-    definition=definition,
     mutations=adaptive_span_mutations,
     name="adaptive_span_attention",
     equation="output = sum_n ramp_n exp(logits_n) v_n / sum_n ramp_n exp(logits_n), ramp = clip((R + span - distance) / R, 0, 1)",
