@@ -371,7 +371,10 @@ def _kept(tile: _Tile, a: Any, slots: Any) -> tuple[Any, Any]:
     s, slot_logits = tile.logits()
     seen = tile.visible if p.given["renormalize_eps"] else tile.visible & (real(tile.level) >= 0)
     found = []
-    for band, extra, hidden in ((a, slots, 0.0), (xp.where(seen, s, xp.full_like(s, -math.inf)), slot_logits, -math.inf)):
+    for band, extra, hidden in (
+        (a, slots, 0.0),
+        (xp.where(seen, s, xp.full_like(s, -math.inf)), slot_logits, -math.inf),
+    ):
         wide = xp.full((p.h, tile.a, p.n_k), hidden, dtype=band.dtype, device=device(band))
         wide = p.backend.assign(wide, (slice(None), slice(None), tile.keys), band)
         found.append(wide if extra is None else xp.concat([wide, extra], axis=-1))

@@ -52,7 +52,6 @@ from refattn.attention.blocks.routing import Clusters
 from refattn.attention.blocks.routing_members import Routed, normalise, normalise_backward
 from refattn.core import attend, options
 from refattn.cost import DIRECTIONS, itemsize, require_sizes
-from refattn.definitions.routing import definition
 from refattn.mechanism import mechanism
 from refattn.mistakes.routing import routing_mutations
 from refattn.records import Cost, Result
@@ -482,7 +481,7 @@ def example(
     else:
         raise ValueError(f"no example with clear choices was found for t = {t}, c = {c}")
     if wanted is True:
-        found = definition(**given, **settings)
+        found = routing_attention.definition(**given, **settings)
         wanted = (found.members_q, found.members_k)
     return {**given, **settings, **({} if wanted is None else {"members": wanted})}
 
@@ -511,7 +510,6 @@ routing_attention = mechanism(
     backward,
     cost,
     example,
-    definition=definition,
     mutations=routing_mutations,
     name="routing_attention",
     equation="output[t] = mean over the clusters with t of softmax(scale * q k^T, within the cluster) v",

@@ -52,7 +52,7 @@ class Definition:
     ----------
     arguments : mapping
         Arguments by their public names.  Floating arrays are taken to float64 (complex ones stay).  Inside a step
-        ``self.causal`` reads the argument ``causal``, or its entry in ``defaults`` where it is missing or None.  A step of
+        ``self.causal`` reads the argument ``causal``, or its entry in ``defaults`` where it is missing.  A step of
         the same name takes its place (and gets at the argument by ``self.argument("causal")``): that is how a mistake
         misreads an argument.
     cotangents : mapping, optional
@@ -104,7 +104,9 @@ class Definition:
     ) -> None:
         floating = (x.dtype for x in arguments.values() if _is_floating(x))
         self.storage = np.dtype(storage) if storage is not None else next(floating, np.dtype(np.float64))
-        self.arguments = {n: _float64(x) for n, x in arguments.items() if x is not None}
+        self.arguments = {
+            n: _float64(x) for n, x in arguments.items() if x is not None or self.defaults.get(n) is not None
+        }
         self.cotangents = (
             None if cotangents is None else {n: _float64(x) for n, x in cotangents.items() if x is not None}
         )
