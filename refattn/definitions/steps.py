@@ -134,6 +134,7 @@ class Definition:
         """The cotangent of a result field; zeros where none was given."""
         if self.cotangents is None:
             raise NoCotangents(f"this call has no cotangents: that of {field} was asked for")
+        self._note(f"cotangent of {field}")
         given = self.cotangents.get(field)
         return np.zeros(np.shape(getattr(self, self.result_fields()[field]))) if given is None else given
 
@@ -168,6 +169,10 @@ class Definition:
     def _follows_an_edit(self, name: str) -> bool:
         if name in self.handed or any(n.startswith(f"{name}.") for n in self.handed):
             return True
+        if name.startswith("cotangent of "):
+            field = name.removeprefix("cotangent of ")
+            mine, theirs = ((x.cotangents or {}).get(field) for x in (self, self.right))  # type: ignore[union-attr]
+            return mine is not theirs
         mine, theirs = (getattr(type(x), name, None) for x in (self, self.right))
         if mine is not theirs:
             return True

@@ -171,23 +171,40 @@ class Case:
         self.right = definition(arguments, {} if cotangents is None else cotangents, storage=storage)
         self._calls: dict[str, Any] = {}  # side -> call, and the edit that they belong to
 
-    def results(self, mistake: Mistake, side: str = "both") -> dict[str, Any] | None:
-        """Result fields with this mistake; None where none of them differs from the right one."""
+    def results(self, mistake: Mistake, side: str = "both", *, rows: Any = None) -> dict[str, Any] | None:
+        """Result fields with this mistake; None where none of them differs from the right one.
+
+        ``rows``, a bool array against the rows of the output (..., h, q): the mistake is made in these alone.
+        """
         if side == "backward":
             return None
-        wrong = self._call(mistake.edit, "both").result()
-        return wrong if differs(self.right.result(), wrong) else None
+        right, wrong = self.right.result(), self._call(mistake.edit, "both").result()
+        if rows is not None:
+            at = np.broadcast_to(rows, np.shape(right["output"])[:-1])
+            wrong = {n: _where_rows(at, x, right[n]) for n, x in wrong.items()}
+        return wrong if differs(right, wrong) else None
 
-    def gradients(self, mistake: Mistake, side: str = "both") -> dict[str, Any] | None:
+    def gradients(self, mistake: Mistake, side: str = "both", *, rows: Any = None) -> dict[str, Any] | None:
         """Gradients by argument with this mistake; None where none of them differs.
 
-        On the side *forward* they are those of the right backward that was handed the wrong ``output`` and ``lse``.
+        On the side *forward* they are those of the right backward that was handed the wrong ``output`` and ``lse``.  With
+        ``rows`` the wrong backward gets the cotangents of these, the right one those of all others, and both are added.
         """
         names = [n for n in self.right.gradients if n in self.right.arguments]
         if mistake.arrays is not None:
             names = [n for n in names if n in mistake.arrays]
-        wrong = self._call(mistake.edit, side).gradient(names)
+        call = self._call(mistake.edit, side)
+        wrong = call.gradient(names) if rows is None else self._in_rows(call, names, rows)
         return wrong if differs(self.right.gradient(names), wrong) else None
+
+    def _in_rows(self, call: Definition, names: list[str], rows: Any) -> dict[str, Any]:
+        at = np.broadcast_to(rows, np.shape(self.right.result()["output"])[:-1])
+        parts = []
+        for one, inside in ((call, at), (self.right, ~at)):
+            cotangents = self.right.cotangents or {}
+            masked = {n: _where_rows(inside, x, np.zeros_like(x)) for n, x in cotangents.items()}
+            parts.append(one.pull(**masked).gradient(names))
+        return {n: parts[0][n] + parts[1][n] for n in names}
 
     def _call(self, edit: type[Definition], side: str) -> Definition:
         if (
@@ -204,6 +221,14 @@ class Case:
                 right.arguments, right.cotangents, right=right, handed=handed, storage=right.storage
             )
         return self._calls[side]
+
+
+def _where_rows(rows: np.ndarray, inside: Any, outside: Any) -> Any:
+    """``inside`` in these rows (..., h, q), ``outside`` elsewhere; arrays that have no such rows are taken from inside."""
+    inside, outside = np.asarray(inside), np.asarray(outside)
+    if inside.shape != outside.shape or inside.shape[: rows.ndim] != rows.shape:
+        return inside
+    return np.where(rows.reshape(rows.shape + (1,) * (inside.ndim - rows.ndim)), inside, outside)
 
 
 def differs(right: Mapping[str, Any], wrong: Mapping[str, Any]) -> bool:

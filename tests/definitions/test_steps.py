@@ -69,6 +69,14 @@ def test_gradients_need_cotangents_and_pull_brings_them():
     assert pulled.output is call.output
 
 
+def test_other_cotangents_give_other_gradients():
+    call = Square({"x": np.array([3.0])}, {"output": np.array([1.0])})
+    assert call.gradient()["x"] == 6.0
+    pulled = call.pull(output=np.array([2.0]))
+    assert pulled.gradient()["x"] == 12.0
+    assert pulled.output is call.output
+
+
 def test_an_edit_computes_only_what_follows_from_it():
     right = Square({"x": np.array([1.0, 2.0]), "factor": 3.0}, {"output": np.ones(2)})
     wrong = gradient_halved(right.arguments, right.cotangents, right=right)

@@ -166,3 +166,21 @@ def test_mutations_are_the_public_records():
     assert by_class["delta_missing"].forward is None
     assert set(by_class["delta_missing"].gradients(given, back)) == {"q", "k", "v"}
     assert by_class["causal_drop"].forward(given).output.shape == (2, 5, 3)
+
+
+def test_a_mistake_in_some_rows_alone():
+    rng = np.random.default_rng(5)
+    given, back = arguments(rng), cotangents(rng)
+    case = Case(ScaledDotProduct, given, back)
+    mistake = entry(dense, "causal_drop")
+    rows = np.zeros((2, 5), bool)
+    rows[1, :3] = True
+    results = case.results(mistake, rows=rows)
+    whole = case.results(mistake)
+    assert np.array_equal(results["output"][1, :3], whole["output"][1, :3])
+    assert np.array_equal(results["output"][0], case.right.output[0])
+    # By hand: the rows see everything, all others what they should.
+    mask = np.tril(np.ones((5, 5), bool)) | rows[:, :, None]
+    want = ScaledDotProduct({n: given[n] for n in "qkv"} | {"mask": mask}, back)
+    assert not differs(want.result(), results)
+    assert not differs(want.gradient(), case.gradients(mistake, rows=rows))

@@ -84,6 +84,21 @@ class Workbench:
 
     # ------------------------------------------------------------------ predictions
 
+    def in_rows(self, hypothesis: Hypothesis, call: JudgedCall, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """What a mistake gives that is made in these rows (..., h, q) of the output alone."""
+        if not hypothesis.mistakes:
+            return {}
+        (mistake,) = hypothesis.mistakes
+        case = self.case(call)
+        with np.errstate(all="ignore"):
+            try:
+                results = case.results(mistake, hypothesis.side, rows=rows)
+                gradients = case.gradients(mistake, hypothesis.side, rows=rows)
+                made = self._named(call, results, gradients)
+            except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError):
+                return {}
+        return {n: x for n, x in made.items() if n in call.judged}
+
     def predict(self, hypothesis: Hypothesis, call: JudgedCall, *, gradients: bool = True) -> dict[str, np.ndarray]:
         """The judged arrays that would differ from the right ones; empty where the hypothesis says nothing here.
 

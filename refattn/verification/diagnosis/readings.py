@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from refattn.verification.diagnosis.calls import JudgedCall
+from refattn.verification.diagnosis.rows import ranges
 
 __all__ = ["Reading", "read", "sentences"]
 
@@ -72,8 +73,8 @@ def sentences(reading: Reading) -> Iterator[str]:
         index = np.argwhere(pairs)
         rows, keys = np.unique(index[:, -2]), np.unique(index[:, -1])
         heads = np.unique(index[:, -3])
-        where = "" if heads.size == pairs.shape[-3] else f" in heads {_ranges(heads)}"
-        yield f"it {words} {int(pairs.sum())} pairs{where}: rows {_ranges(rows)}, keys {_ranges(keys)}"
+        where = "" if heads.size == pairs.shape[-3] else f" in heads {ranges(heads)}"
+        yield f"it {words} {int(pairs.sum())} pairs{where}: rows {ranges(rows)}, keys {ranges(keys)}"
     if not (actual ^ expected).any():
         apart = np.abs(reading.actual - reading.expected)
         if reading.keys == reading.actual.shape[-1] and np.isfinite(apart).all():
@@ -82,11 +83,3 @@ def sentences(reading: Reading) -> Iterator[str]:
             if off.any():
                 got, due = (float(x[off].flat[0]) for x in sums)
                 yield f"the weights of {int(off.sum())} rows do not sum to what is due: {got:.4g} for {due:.4g}"
-
-
-def _ranges(numbers: np.ndarray) -> str:
-    """``0-3, 7`` for [0, 1, 2, 3, 7], cut after a few."""
-    cuts = np.flatnonzero(np.diff(numbers) != 1)
-    spans = [(int(a[0]), int(a[-1])) for a in np.split(numbers, cuts + 1) if a.size]
-    words = [str(a) if a == b else f"{a}-{b}" for a, b in spans[:4]]
-    return ", ".join(words) + (" ..." if len(spans) > 4 else "")

@@ -15,6 +15,7 @@ from refattn.mistakes.engine import edited_steps, source_of_edit
 from refattn.verification.diagnosis.calls import JudgedCall
 from refattn.verification.diagnosis.hypotheses import Hypothesis, Workbench, sides_worth_trying
 from refattn.verification.diagnosis.matching import Match, match, shows
+from refattn.verification.diagnosis.rows import rows_in_words, wrong_rows
 from refattn.verification.diagnosis.scope import Condition, scope_of
 from refattn.verification.diagnosis.structure import Finding, findings
 
@@ -50,6 +51,7 @@ class Explanation:
     left: tuple[str, ...]
     residual: float
     scope: tuple[Condition, ...]
+    place: str
     limited: tuple[str, ...]
     calls: tuple[JudgedCall, ...]
     confirmed: bool
@@ -61,7 +63,7 @@ class Explanation:
         for mistake in self.hypothesis.mistakes if self.hypothesis is not None else ():
             steps += source_of_edit(mistake)
             names += edited_steps(mistake)
-        scope = ", ".join(c.says for c in self.scope)
+        scope = ", ".join([c.says for c in self.scope] + [self.place] * bool(self.place))
         return {
             "class": self.name,
             "residual": self.residual,
@@ -181,6 +183,16 @@ def _fit(hypothesis: Hypothesis, call: JudgedCall, bench: Workbench) -> Match | 
     return match(call, bench.predict(hypothesis, call))
 
 
+def _placed(hypothesis: Hypothesis, fit: Match, call: JudgedCall, bench: Workbench) -> tuple[Match, str]:
+    """The hypothesis made in the rows that are wrong alone, where that explains more; and which rows these are."""
+    rows = wrong_rows(call)
+    if rows is None or rows.all() or not hypothesis.mistakes:
+        return fit, ""
+    there = match(call, bench.in_rows(hypothesis, call, rows))
+    better = len(there.left) < len(fit.left) or (len(there.left) == len(fit.left) and not there.elsewhere)
+    return (there, rows_in_words(rows)) if better and there.explained else (fit, "")
+
+
 def _rank(hypothesis: Hypothesis, fit: Match) -> tuple[Any, ...]:
     order = {"both": 0, "backward": 1, "forward": 1}
     return (
@@ -233,6 +245,9 @@ def _everywhere(
     passing: Sequence[JudgedCall],
 ) -> Explanation | None:
     """The hypothesis over all calls: where it holds; None where calls inside every possible scope refute it."""
+    place = ""
+    if fit.left or fit.elsewhere:
+        fit, place = _placed(hypothesis, fit, call, bench)
     positive, limited = [call], set(fit.elsewhere)
     residual, outputs, left = fit.residual, set(fit.explained), set(fit.left)
     negative: list[JudgedCall] = []
@@ -255,7 +270,7 @@ def _everywhere(
     if scope is None:
         return None
     return Explanation(
-        hypothesis.name, hypothesis.says, hypothesis.side, tuple(outputs), tuple(left), residual, scope, tuple(limited),
+        hypothesis.name, hypothesis.says, hypothesis.side, tuple(outputs), tuple(left), residual, scope, place, tuple(limited),
         tuple(positive), confirmed=len(positive) > 1, hypothesis=hypothesis,
     )  # fmt: skip
 
@@ -267,7 +282,17 @@ def _from_structure(
     scope = scope_of(alike, list(passing)) or scope_of([call], list(passing)) or ()
     left = tuple(n for n in call.failing if n not in finding.arrays)
     return Explanation(
-        finding.name, finding.says, "both", finding.arrays, left, 0.0, scope, (), tuple(alike), confirmed=len(alike) > 1
+        finding.name,
+        finding.says,
+        "both",
+        finding.arrays,
+        left,
+        0.0,
+        scope,
+        "",
+        (),
+        tuple(alike),
+        confirmed=len(alike) > 1,
     )
 
 
