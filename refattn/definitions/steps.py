@@ -152,6 +152,7 @@ class Definition:
         if name not in self.known:
             if self.right is not None and not self._follows_an_edit(name):
                 self.known[name] = getattr(self.right, name)
+                self.reads[name] = self.right.reads.get(name, set())
             else:
                 self.reads[name] = set()
                 self._open.append(name)
