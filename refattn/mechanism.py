@@ -10,7 +10,6 @@ dtype, rounding of the results to the dtype of the inputs, adjoints of broadcast
 ``backend`` or ``algorithm`` among its keywords is given them.
 """
 
-import dataclasses
 import difflib
 import importlib
 import inspect
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from refattn import arrays
-from refattn.records import Cost, Mutation, Result
+from refattn.records import Cost, Counts, Mutation, Result
 
 __all__ = ["Function", "Mechanism", "function", "mechanism", "mechanisms"]
 
@@ -307,7 +306,7 @@ class Mechanism(Function):
         self,
         forward: Callable[..., Any],
         backward: Callable[..., Any],
-        cost: Callable[..., Cost],
+        cost: Callable[..., Counts],
         example: Callable[..., dict[str, Any]],
         *,
         definition: Any = None,
@@ -340,26 +339,43 @@ class Mechanism(Function):
             self._catalogue = importlib.import_module(f"refattn.mistakes.{self._file}").catalogue
         return self._catalogue
 
-    def cost(self, **sizes: Any) -> Cost:
-        """Counts of one call; sizes by axis letter, dtype, direction="forward" | "backward" | "both", options.
+    def cost(
+        self, *, dtype: Any = "float32", direction: str = "forward", recompute: bool = False, **sizes: Any
+    ) -> Cost:
+        """Counts of one call: sizes by axis letter, and options as in the call.
 
-        ``recompute=True`` is checkpointing: the backward runs the forward again, and only the inputs are saved.
+        Parameters
+        ----------
+        dtype : str or dtype
+            Of the arrays.
+        direction : {"forward", "backward", "both"}
+        recompute : bool
+            Checkpointing: the backward runs the forward again, and only the inputs are saved.
+        **sizes
+            Sizes and options that matter to the counts; other options of the mechanism change nothing.
         """
-        arrays.require_one_of("direction", sizes.get("direction", "forward"), ("forward", "backward", "both"))
+        arrays.require_one_of("direction", direction, ("forward", "backward", "both"))
+        arrays.require_flag("recompute", recompute)
         try:
-            arrays.itemsize(sizes.get("dtype", "float32"))
-        except TypeError:
-            raise TypeError(f"dtype is {sizes['dtype']!r}: expected the name of a dtype") from None
-        if "recompute" in inspect.signature(self._cost).parameters or not sizes.pop("recompute", False):
-            return self._cost(**sizes)
-        direction = sizes.pop("direction", "forward")
-        forward, backward = (self._cost(**sizes, direction=d) for d in ("forward", "backward"))
-        forward = dataclasses.replace(forward, saved_bytes=forward.bytes_read)
-        again = dataclasses.replace(forward + backward, saved_bytes=0, parameters=backward.parameters)
-        again = dataclasses.replace(again, peak_bytes=forward.bytes_written + backward.peak_bytes)
-        if direction == "both":
-            return dataclasses.replace(forward + again, parameters=forward.parameters)
-        return forward if direction == "forward" else again
+            size = arrays.itemsize(dtype)
+        except (TypeError, ValueError):
+            raise TypeError(f"dtype is {dtype!r}: expected the name of a dtype") from None
+        parameters = inspect.signature(self._cost).parameters
+        named = {n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+        for name in sizes:
+            if name not in named and name not in self._options:
+                near = difflib.get_close_matches(name, (*named, *self._options), n=1, cutoff=0.5)
+                hint = (
+                    f"; did you mean {near[0]!r}?"
+                    if near
+                    else f"; it has {', '.join(n for n in parameters if n in named)}"
+                )
+                raise TypeError(f"{self.name}.cost has no size or option {name!r}{hint}")
+        missing = [n for n in named if parameters[n].default is inspect.Parameter.empty and n not in sizes]
+        if missing:
+            raise TypeError(f"{self.name}.cost: {', '.join(sorted(missing))} is missing")
+        counted = sizes if len(named) < len(parameters) else {n: x for n, x in sizes.items() if n in named}
+        return self._cost(**counted).cost(size, direction, recompute)
 
     def example(self, rng: np.random.Generator, **sizes: Any) -> dict[str, Any]:
         """Valid keyword arguments (float64 NumPy arrays) drawn from ``rng``."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["AttentionProblem", "Block", "Capability", "Cost", "Mutation", "Result"]
+__all__ = ["AttentionProblem", "Block", "Capability", "Cost", "Counts", "Elements", "Mutation", "Pass", "Result"]
 
 
 class Result:
@@ -87,6 +87,94 @@ class Cost:
         total = {n: getattr(self, n) + getattr(other, n) for n in names}
         total["peak_bytes"] = max(self.peak_bytes, other.peak_bytes)
         return Cost(**total)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Elements:
+    """Numbers of array elements by what they are stored in.
+
+    ``storage``: the dtype of the inputs.  ``compute``: the dtype computed in, of at least 4 bytes.  ``index``: integers of
+    8 bytes.  ``flag``: booleans of 1 byte.
+    """
+
+    storage: int = 0
+    compute: int = 0
+    index: int = 0
+    flag: int = 0
+
+    def __add__(self, other: "Elements") -> "Elements":
+        return Elements(**{n: x + getattr(other, n) for n, x in vars(self).items()})
+
+    def __mul__(self, times: int) -> "Elements":
+        return Elements(**{n: times * x for n, x in vars(self).items()})
+
+    __rmul__ = __mul__
+
+    def bytes(self, itemsize: int) -> int:
+        """Bytes where an element of the inputs takes ``itemsize``."""
+        return itemsize * self.storage + max(4, itemsize) * self.compute + 8 * self.index + self.flag
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pass:
+    """Counts of one forward or one backward.
+
+    ``multiplies``, ``computed`` (None: as many) and ``elementwise`` as in :class:`Cost`; ``read`` and ``written`` are what
+    enters and leaves, ``peak`` is the most that lives at once beside the inputs.
+    """
+
+    multiplies: int = 0
+    computed: int | None = None
+    elementwise: int = 0
+    read: Elements = Elements()
+    written: Elements = Elements()
+    peak: Elements = Elements()
+
+    def __add__(self, other: "Pass") -> "Pass":
+        """One after the other: counts add up, the peak is the larger one of each kind."""
+        computed = [p.multiplies if p.computed is None else p.computed for p in (self, other)]
+        peak = Elements(**{n: max(x, getattr(other.peak, n)) for n, x in vars(self.peak).items()})
+        names = ("multiplies", "elementwise", "read", "written")
+        return Pass(**{n: getattr(self, n) + getattr(other, n) for n in names}, computed=sum(computed), peak=peak)
+
+    def cost(self, itemsize: int) -> Cost:
+        """The counts with elements of the inputs of ``itemsize`` bytes."""
+        return Cost(
+            multiplies=self.multiplies,
+            computed_multiplies=self.multiplies if self.computed is None else self.computed,
+            elementwise=self.elementwise,
+            bytes_read=self.read.bytes(itemsize),
+            bytes_written=self.written.bytes(itemsize),
+            peak_bytes=self.peak.bytes(itemsize),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Closed forms of one call: its forward, its backward, what the forward ``saved`` for it, learned ``parameters``."""
+
+    forward: Pass
+    backward: Pass
+    saved: Elements = Elements()
+    parameters: int = 0
+
+    def __add__(self, other: "Counts") -> "Counts":
+        names = ("forward", "backward", "saved", "parameters")
+        return Counts(**{n: getattr(self, n) + getattr(other, n) for n in names})
+
+    def cost(self, itemsize: int, direction: str, recompute: bool) -> Cost:
+        """The Cost of ``"forward"``, ``"backward"`` or ``"both"`` with elements of the inputs of ``itemsize`` bytes.
+
+        ``recompute`` is checkpointing: only what the forward reads is saved, and the backward runs the forward again and
+        holds its results.
+        """
+        forward, backward = self.forward.cost(itemsize), self.backward.cost(itemsize)
+        if recompute:
+            backward = dataclasses.replace(forward + backward, peak_bytes=forward.bytes_written + backward.peak_bytes)
+        saved = forward.bytes_read if recompute else self.saved.bytes(itemsize)
+        forward = dataclasses.replace(forward, saved_bytes=saved)
+        chosen = {"forward": forward, "backward": backward, "both": forward + backward}[direction]
+        return dataclasses.replace(chosen, parameters=self.parameters)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,16 +40,17 @@ from refattn.arrays import (
     require_axes,
     require_finite,
     require_integer,
+    require_number,
     require_one_of,
     require_positive,
 )
 from refattn.core import options
 from refattn.core.attend import product
-from refattn.cost import itemsize, require_sizes
+from refattn.cost import require_sizes
 from refattn.mechanism import function, mechanism
 from refattn.mistakes.adaptive_span import adaptive_span_mutations
 from refattn.normalization import row_maximum
-from refattn.records import Cost, Result
+from refattn.records import Counts, Elements, Pass, Result
 
 __all__ = ["adaptive_span_attention", "span_penalty"]
 
@@ -480,53 +481,65 @@ def cost(
     k: int,
     d: int,
     e: int | None = None,
-    span: float,
+    span: Any,
     ramp: float = 32,
     max_span: int | None = None,
     n: int = 0,
     positions: bool = True,
-    dtype: Any = "float32",
-    direction: str = "forward",
-) -> Cost:
-    """Counts for the largest span in use: pairs within span + ramp, and n persistent slots for every query.
+) -> Counts:
+    """Counts of pairs within span + ramp, and of n persistent slots for every query; a span, or one for each head.
 
-    ``positions``: whether ``key_positions`` are given, whose products run by distance.
+    The largest span in use is computed for all heads.  ``positions``: whether ``key_positions`` are given, whose products run
+    by distance.
     """
     e = d if e is None else e
     require_sizes(b=b, h=h, q=q, k=k, d=d, e=e, n=n)
-    require_one_of("direction", direction, ("forward", "backward", "both"))
-    size = itemsize(dtype)
-    limit = max_span or k - q
-    reach = min(limit, math.ceil(span) + math.ceil(ramp))
-    i = np.arange(q, dtype=np.int64) + k - q
-    pairs = b * h * int(np.minimum(i, reach).sum())
+    ramp = require_number("ramp", ramp, above=0)
+    spans = [require_number("span", x, minimum=0) for x in (span if np.ndim(span) else [span] * max(1, h))]
+    if np.ndim(span) and len(spans) != h:
+        raise ValueError(f"span has {len(spans)} entries: expected a number, or one for each of the {h} heads")
+    limit = k - q if max_span is None else require_integer("max_span", max_span, minimum=1)
+    reaches = [min(limit, math.ceil(x) + math.ceil(ramp)) for x in spans]
+    reach, before = max(reaches), k - q  # the largest in use, keys before the first query
+    pairs = b * sum(_within(q, before, x) for x in reaches) * (h // max(1, len(reaches)))
     rows = max(1, min(ROWS, reach))
-    tiles = [(s, min(s + rows, q)) for s in range(0, q, rows)]
-    columns = [(s, e_, max(0, reach - (k - q + s))) for s, e_ in tiles]
-    computed = b * h * sum((e_ - s) * (reach + e_ - s - 1 - cut) for s, e_, cut in columns)
-    by_distance = b * h * q * reach * positions
-    slots = b * h * q * n
-    inputs = size * b * h * (q * d + k * (d + e))
-    results = size * b * h * q * e + max(4, size) * b * h * q
-    parts = {}
-    for name, content, position, slot in (
-        ("forward", d + e, d, d + e),
-        ("backward", 3 * d + 2 * e, 3 * d, 3 * d + 2 * e),
-    ):
-        parts[name] = Cost(
-            multiplies=pairs * content + (pairs * position if positions else 0) + slots * slot,
-            computed_multiplies=computed * content + by_distance * position + slots * slot,
+    columns = q * (reach + rows - 1) - (rows - q % rows) * (q % rows) * bool(q % rows)  # the last tile is narrower
+    short = max(
+        0, min(-(-q // rows), -(-(reach - before) // rows))
+    )  # tiles whose first columns lie before the first key
+    cut = sum(min(rows, q - t * rows) * (reach - before - t * rows) for t in range(short))
+    computed = b * h * (columns - cut)
+    by_distance, slots = b * h * q * reach * bool(positions), b * h * q * n
+    inputs = Elements(storage=b * h * (q * d + k * (d + e)))
+    results = Elements(storage=b * h * q * e, compute=b * h * q)
+    tile = Elements(compute=4 * h * rows * (reach + rows))
+
+    def counted(channels: int, position: int, **moved: Any) -> Pass:
+        return Pass(
+            multiplies=pairs * (channels + position * bool(positions)) + slots * channels,
+            computed=computed * channels + by_distance * position + slots * channels,
             elementwise=(pairs + slots) * 8,
-            bytes_read=inputs if name == "forward" else inputs + results + size * b * h * q * e,
-            bytes_written=results if name == "forward" else inputs,
-            saved_bytes=inputs + results if name == "forward" else 0,
-            peak_bytes=(results if name == "forward" else inputs) + 4 * h * rows * (reach + rows) * max(4, size),
-            parameters=h + (d * limit if positions else 0) + h * n * (d + e),
+            **moved,
         )
-    if direction != "both":
-        return parts[direction]
-    both = parts["forward"] + parts["backward"]
-    return Cost(**{**vars(both), "parameters": parts["forward"].parameters})
+
+    return Counts(
+        forward=counted(d + e, d, read=inputs, written=results, peak=results + tile),
+        backward=counted(
+            3 * d + 2 * e,
+            3 * d,
+            read=inputs + results + Elements(storage=b * h * q * e),
+            written=inputs,
+            peak=inputs + tile,
+        ),
+        saved=inputs + results,
+        parameters=h + d * limit * bool(positions) + h * n * (d + e),
+    )
+
+
+def _within(q: int, before: int, reach: int) -> int:
+    """Pairs of q queries, the first of which has ``before`` keys before it and each next one more, at most ``reach`` each."""
+    short = max(0, min(q, reach - before))
+    return short * before + short * (short - 1) // 2 + (q - short) * reach
 
 
 def example(

@@ -38,7 +38,7 @@ from refattn.mechanism import mechanism
 from refattn.mistakes.scaled_dot_product import mutations_for
 from refattn.patterns import Pattern
 from refattn.patterns import blocks as block_pattern
-from refattn.records import Block, Cost, Mutation, Result
+from refattn.records import Block, Counts, Mutation, Result
 
 __all__ = ["bigbird_attention"]
 
@@ -251,6 +251,10 @@ def _as_dense(arguments: dict[str, Any], seen: np.ndarray | None = None) -> dict
     return with_keys({n: x for n, x in arguments.items() if n not in own}, _seen(arguments) if seen is None else seen)
 
 
+_COUNTED = 512
+"""Blocks up to which costs are counted on the layout itself."""
+
+
 def cost(
     *,
     b: int = 1,
@@ -266,17 +270,40 @@ def cost(
     window_blocks: int = 1,
     global_blocks: tuple[int, int] = (1, 1),
     **settings: Any,
-) -> Cost:
+) -> Counts:
     """Counts over the visible pairs; t, or q = k, is the length.
 
     Without ``random_blocks``, r blocks that are neither near nor global are counted for every row of blocks that has so many.
     """
     t = one_length(t, q, k)
-    if random_blocks is None and r:
-        random_blocks = _draw(np.random.default_rng(0), h, math.ceil(t / block), r, window_blocks, global_blocks)
-    layout = _Layout(t, h, block, random_blocks, window_blocks, global_blocks)
-    own: dict[str, Any] = {"extra_pattern": layout.pattern(), "blocks": layout.blocks(np, np.zeros(0))}
-    return costs.attention(b=b, h=h, q=t, k=t, d=d, e=e, **own, **settings)
+    costs.require_sizes(b=b, h=h, t=t, r=r)
+    sizes: dict[str, Any] = {"b": b, "h": h, "q": t, "k": t, "d": d, "e": e}
+    n = -(-t // require_integer("block", block, minimum=1))
+    if n <= _COUNTED or any(x is not None and x is not False for x in settings.values()):
+        if random_blocks is None and r:
+            random_blocks = _draw(np.random.default_rng(0), h, n, r, window_blocks, global_blocks)
+        layout = _Layout(t, h, block, random_blocks, window_blocks, global_blocks)
+        own: dict[str, Any] = {"extra_pattern": layout.pattern(), "blocks": layout.blocks(np, np.zeros(0))}
+        return costs.softmax_counts(**sizes, **own, **settings)
+    none = np.zeros((0, n, 0), np.int64)  # the random blocks are counted here
+    layout = _Layout(t, 0, block, none, window_blocks, global_blocks)
+    near, inner = layout.near, layout.last - layout.first  # blocks that are no global ones
+    outside = t - (layout.span(layout.first, layout.last)[1] - layout.span(layout.first, layout.last)[0])
+    if random_blocks is None:
+        free = max(0, inner - 2 * near - 1)  # of the blocks between, those that are not near; more at both ends
+        drawn = h * sum(
+            min(r, inner - min(near, u) - min(near, inner - 1 - u) - 1) for u in (*range(min(near, inner)),) * 2
+        )
+        drawn += h * max(0, inner - 2 * near) * min(r, free)
+    else:
+        drawn = int(np.count_nonzero(_Layout(t, h, block, random_blocks, window_blocks, global_blocks).drawn >= 0))
+    band = inner * (2 * near + 1) - near * (near + 1) if inner > near else inner * inner
+    per_head = outside * t + (t - outside) * outside + band * block**2
+    pairs = h * per_head + drawn * block**2
+    if layout.last == n and inner and t % block:  # a short last block: fewer keys of its band
+        lacking = block - t % block
+        pairs -= h * lacking * (2 * min(near + 1, inner) * block - lacking)
+    return costs.softmax_counts(**sizes, visible=b * pairs, computed=pairs, **settings)
 
 
 def _draw(

@@ -32,9 +32,10 @@ from refattn.arrays import broadcast_leading, namespace, require_axes, require_i
 from refattn.attention import transformer_xl
 from refattn.contraction import einsum
 from refattn.core import options
+from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
 from refattn.mistakes.compressive import compressive_mutations
-from refattn.records import Cost, Result
+from refattn.records import Counts, Pass, Result
 
 __all__ = ["compressive_attention"]
 
@@ -193,19 +194,18 @@ def cost(
     m: int,
     d: int,
     e: int | None = None,
-    dtype: Any = "float32",
-    direction: str = "forward",
     output_projection: bool = True,
     **shared: Any,
-) -> Cost:
+) -> Counts:
     """Counts of Transformer-XL attention over n + k + q rows and of the projections; k rows of memory, n compressed."""
     e = d if e is None else e
+    require_sizes(b=b, h=h, q=q, k=k, n=n, m=m, d=d, e=e)
     rows = n + k + q
-    core = transformer_xl.cost(b=b, h=h, q=q, k=rows, d=d, e=e, dtype=dtype, direction=direction, **shared)
+    core = transformer_xl.cost(b=b, h=h, q=q, k=rows, d=d, e=e, **shared)
     products = b * h * m * (q * d + rows * (d + e) + (q * e if output_projection else 0))
-    times = {"forward": 1, "backward": 2, "both": 3}[direction]
     weights = h * m * (2 * d + e + (e if output_projection else 0))
-    return core + Cost(multiplies=times * products, computed_multiplies=times * products, parameters=weights)
+    own = Counts(forward=Pass(multiplies=products), backward=Pass(multiplies=2 * products), parameters=weights)
+    return core + own
 
 
 def example(

@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from refattn.arrays import broadcast_leading, namespace, require_axes, require_one_of, sum_to_shape, to_namespace
+from refattn.arrays import broadcast_leading, namespace, require_axes, sum_to_shape, to_namespace
 from refattn.contraction import einsum
 from refattn.core.options import per_batch
-from refattn.cost import DIRECTIONS, itemsize, require_sizes
+from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
 from refattn.normalization import masked_softmax, masked_softmax_backward
-from refattn.records import Cost, Mutation, Result
+from refattn.records import Counts, Elements, Mutation, Pass, Result
 
 __all__ = ["efficient_attention"]
 
@@ -108,36 +108,20 @@ def _counts(key_lengths: Any, most: int, lead: tuple[int, ...]) -> np.ndarray:
     return np.broadcast_to(counts.reshape(lead) if counts.size == math.prod(lead) else counts, lead)
 
 
-def cost(
-    *,
-    b: int = 1,
-    h: int = 1,
-    q: int,
-    k: int,
-    d: int,
-    e: int | None = None,
-    dtype: Any = "float32",
-    direction: str = "forward",
-) -> Cost:
+def cost(*, b: int = 1, h: int = 1, q: int, k: int, d: int, e: int | None = None) -> Counts:
     """Counts: (q + k) d e multiply-adds a head, twice that backward; linear in the length."""
     e = d if e is None else e
     require_sizes(b=b, h=h, q=q, k=k, d=d, e=e)
-    require_one_of("direction", direction, DIRECTIONS)
-    size = itemsize(dtype)
-    inputs = size * b * h * (q * d + k * (d + e))
-    results, kept = size * b * h * q * e, size * b * h * (q * d + k * d + d * e)
-    once = b * h * (q + k) * d * e
-    parts = {
-        "forward": Cost(
-            multiplies=once, computed_multiplies=once, elementwise=4 * b * h * d * (q + k), bytes_read=inputs,
-            bytes_written=results, saved_bytes=inputs + kept, peak_bytes=results + kept,
+    inputs = Elements(storage=b * h * (q * d + k * (d + e)))
+    results, kept = Elements(storage=b * h * q * e), Elements(storage=b * h * (q * d + k * d + d * e))
+    once, steps = b * h * (q + k) * d * e, 4 * b * h * d * (q + k)
+    return Counts(
+        forward=Pass(multiplies=once, elementwise=steps, read=inputs, written=results, peak=results + kept),
+        backward=Pass(
+            multiplies=2 * once, elementwise=steps, read=inputs + kept + results, written=inputs, peak=inputs + 2 * kept
         ),
-        "backward": Cost(
-            multiplies=2 * once, computed_multiplies=2 * once, elementwise=4 * b * h * d * (q + k),
-            bytes_read=inputs + kept + results, bytes_written=inputs, peak_bytes=inputs + 2 * kept,
-        ),
-    }  # fmt: skip
-    return parts["forward"] + parts["backward"] if direction == "both" else parts[direction]
+        saved=inputs + kept,
+    )
 
 
 def example(

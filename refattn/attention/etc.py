@@ -56,7 +56,7 @@ from refattn.core.terms import Term
 from refattn.mechanism import mechanism
 from refattn.patterns import Pattern, dense, prefix
 from refattn.patterns import window as window_pattern
-from refattn.records import Cost, Mutation, Result
+from refattn.records import Counts, Mutation, Pass, Result
 
 __all__ = ["etc_attention"]
 
@@ -496,20 +496,23 @@ def cost(
     e: int | None = None,
     p: int = 0,
     radius: int,
-    direction: str = "forward",
+    clip: int | None = None,
     **settings: Any,
-) -> Cost:
+) -> Counts:
     """Counts of long rows against global keys and their window, of global rows against everything, and of q times the labels.
 
-    t, or q = k, is the length; p labels (0: none) cost (t + n) p d multiply-adds a head, twice that backward.
+    t, or q = k, is the length; p labels (0: none) cost (t + n) p d multiply-adds a head, twice that backward, whatever ``clip``.
     """
     t = one_length(t, q, k)
-    sizes = {"b": b, "h": h, "k": n + t, "d": d, "e": e, "direction": direction, **settings}
+    costs.require_sizes(b=b, h=h, t=t, n=n, p=p)
+    if clip is not None and 2 * require_integer("clip", clip, minimum=0) + 1 > p:
+        raise ValueError(f"clip is {clip}, so that distances have {2 * clip + 1} labels: p is {p}")
+    sizes = {"b": b, "h": h, "k": n + t, "d": d, "e": e, **settings}
     own = _seen_by_long(n, t, require_integer("radius", radius, minimum=0), None, None, (b,))
-    total = costs.attention(q=t, extra_pattern=own, **sizes) + costs.attention(q=n, **sizes)
-    times = {"forward": 1, "backward": 2, "both": 3}[direction]
-    products = times * b * h * (t + n) * p * d
-    return total + Cost(multiplies=products, computed_multiplies=products, parameters=h * p * d)
+    rows = costs.softmax_counts(q=t, extra_pattern=own, **sizes) + costs.softmax_counts(q=n, **sizes)
+    products = b * h * (t + n) * p * d
+    labels = Counts(forward=Pass(multiplies=products), backward=Pass(multiplies=2 * products), parameters=h * p * d)
+    return rows + labels
 
 
 def example(

@@ -24,7 +24,6 @@ Conventions: a row whose denominator is 0 (no key, no initial normalizer, eps = 
 Source: Katharopoulos, Vyas, Pappas, Fleuret 2020, arXiv:2006.16236, sections 3.2 and 3.3.
 """
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -43,9 +42,9 @@ from refattn.arrays import (
 from refattn.contraction import einsum
 from refattn.core import attend
 from refattn.core.options import per_batch
-from refattn.cost import DIRECTIONS, itemsize, require_sizes
+from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
-from refattn.records import Cost, Result
+from refattn.records import Counts, Elements, Pass, Result
 
 __all__ = ["linear_attention"]
 
@@ -316,14 +315,10 @@ def cost(
     k: int,
     d: int,
     e: int | None = None,
-    dtype: Any = "float32",
-    direction: str = "forward",
-    recompute: bool = False,
     causal: bool = False,
     form: str = "parallel",
     chunk: int = 64,
-    **settings: Any,
-) -> Cost:
+) -> Counts:
     """Counts of one call; the normalizer is one more value channel, so that each e below is e + 1.
 
     A key enters the state with d e multiply-adds and a query reads it with as many.  Causal pieces of a positions add
@@ -331,38 +326,37 @@ def cost(
     """
     e = d if e is None else e
     require_sizes(b=b, h=h, q=q, k=k, d=d, e=e)
-    require_one_of("direction", direction, DIRECTIONS)
     require_one_of("form", form, FORMS)
-    wide, size, units = e + 1, itemsize(dtype), b * h
-    step = {"parallel": max(1, k), "recurrent": 1, "chunked": chunk}[form]
-    lengths = [min(step, k - s) for s in range(0, k, step)]
-    visible = sum(a * (a + 1) // 2 for a in lengths) if causal else 0
-    computed = sum(a * a for a in lengths) if causal else 0
+    wide, units = e + 1, b * h
+    step = {"parallel": max(1, k), "recurrent": 1, "chunked": require_integer("chunk", chunk, minimum=1)}[form]
+    whole, rest = divmod(k, step)  # pieces of ``step`` positions, and one of the others
+    visible = whole * (step * (step + 1) // 2) + rest * (rest + 1) // 2 if causal else 0
+    computed = whole * step * step + rest * rest if causal else 0
     through = d * wide * (q + k)
-    inputs, written = size * units * (q * d + k * (d + e)), units * (size * q * e + max(4, size) * d * wide)
-    features = max(4, size) * units * (2 * q * d + k * (d + wide) + q * wide)
-    states = max(4, size) * units * d * wide * (len(lengths) if causal else 1)
-    largest = max(4, size) * units * max([a * a for a in lengths] if causal else [0], default=0)
-    forward = Cost(
-        multiplies=units * (visible * (d + wide) + through),
-        computed_multiplies=units * (computed * (d + wide) + through),
-        elementwise=units * (2 * q * d + k * d + q * e),
-        bytes_read=inputs,
-        bytes_written=written,
-        saved_bytes=inputs if recompute else inputs + written + features + states,
-        peak_bytes=written + features + states + largest,
+    inputs = Elements(storage=units * (q * d + k * (d + e)))
+    written = Elements(storage=units * q * e, compute=units * d * wide)
+    kept = Elements(compute=units * (2 * q * d + k * (d + wide) + q * wide))  # features
+    kept += Elements(compute=units * d * wide * (whole + bool(rest) if causal else 1))  # states
+    largest = Elements(compute=units * min(step, k) ** 2 if causal else 0)
+    return Counts(
+        forward=Pass(
+            multiplies=units * (visible * (d + wide) + through),
+            computed=units * (computed * (d + wide) + through),
+            elementwise=units * (2 * q * d + k * d + q * e),
+            read=inputs,
+            written=written,
+            peak=written + kept + largest,
+        ),
+        backward=Pass(
+            multiplies=units * (visible * (3 * d + 2 * wide) + 2 * through),
+            computed=units * (computed * (3 * d + 2 * wide) + 2 * through),
+            elementwise=units * (3 * q * d + k * d + 2 * q * e),
+            read=inputs + written + Elements(storage=units * q * e),
+            written=inputs,
+            peak=inputs + kept + 2 * largest,
+        ),
+        saved=inputs + written + kept,
     )
-    backward = Cost(
-        multiplies=units * (visible * (3 * d + 2 * wide) + 2 * through),
-        computed_multiplies=units * (computed * (3 * d + 2 * wide) + 2 * through),
-        elementwise=units * (3 * q * d + k * d + 2 * q * e),
-        bytes_read=inputs + written + size * units * q * e,
-        bytes_written=inputs,
-        peak_bytes=inputs + features + states + 2 * largest,
-    )
-    if recompute:
-        backward = dataclasses.replace(backward + forward, saved_bytes=0)
-    return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
 
 
 def example(

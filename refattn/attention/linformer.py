@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from refattn.arrays import broadcast_leading, require_axes, require_finite, require_one_of, sum_to_shape
+from refattn.arrays import broadcast_leading, require_axes, require_finite, sum_to_shape
 from refattn.contraction import einsum
-from refattn.cost import DIRECTIONS, itemsize, require_sizes
+from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
 from refattn.normalization import masked_softmax, masked_softmax_backward
-from refattn.records import Cost, Mutation, Result
+from refattn.records import Counts, Elements, Mutation, Pass, Result
 
 __all__ = ["linformer_attention"]
 
@@ -100,41 +100,29 @@ def backward(saved: Any, *, output: Any) -> dict[str, Any]:
     }
 
 
-def cost(
-    *,
-    b: int = 1,
-    h: int = 1,
-    q: int,
-    k: int,
-    n: int,
-    d: int,
-    e: int | None = None,
-    dtype: Any = "float32",
-    direction: str = "forward",
-) -> Cost:
-    """Counts: k n (d + e) for the projections and q n (d + e) for the attention, per head; linear in the length."""
+def cost(*, b: int = 1, h: int = 1, q: int, k: int, n: int, d: int, e: int | None = None) -> Counts:
+    """Counts: k n (d + e) for the projections and q n (d + e) for the attention, per head; linear in the length.
+
+    Backward: twice that, and q n a head for the gradient of the scale.
+    """
     e = d if e is None else e
     require_sizes(b=b, h=h, q=q, k=k, n=n, d=d, e=e)
-    require_one_of("direction", direction, DIRECTIONS)
-    size = itemsize(dtype)
-    inputs = size * (b * h * (q * d + k * (d + e)) + 2 * k * n)
-    results = size * b * h * q * e
-    kept = size * b * h * (n * (d + e) + 2 * q * n)
-    once = b * h * n * (q + k) * (d + e)
-    common = {"parameters": 2 * k * n}
-    parts = {
-        "forward": Cost(
-            multiplies=once, computed_multiplies=once, elementwise=5 * b * h * q * n, bytes_read=inputs,
-            bytes_written=results, saved_bytes=inputs + kept, peak_bytes=results + kept, **common,
+    inputs = Elements(storage=b * h * (q * d + k * (d + e)) + 2 * k * n)
+    results = Elements(storage=b * h * q * e)
+    kept = Elements(storage=b * h * (n * (d + e) + 2 * q * n))
+    once, logits = b * h * n * (q + k) * (d + e), b * h * q * n
+    return Counts(
+        forward=Pass(multiplies=once, elementwise=5 * logits, read=inputs, written=results, peak=results + kept),
+        backward=Pass(
+            multiplies=2 * once + logits,
+            elementwise=6 * logits,
+            read=inputs + kept + results,
+            written=inputs,
+            peak=inputs + 2 * kept,
         ),
-        "backward": Cost(
-            multiplies=2 * once, computed_multiplies=2 * once, elementwise=6 * b * h * q * n,
-            bytes_read=inputs + kept + results, bytes_written=inputs, peak_bytes=inputs + 2 * kept, **common,
-        ),
-    }  # fmt: skip
-    if direction != "both":
-        return parts[direction]
-    return Cost(**{**vars(parts["forward"] + parts["backward"]), **common})
+        saved=inputs + kept,
+        parameters=2 * k * n,
+    )
 
 
 def example(

@@ -34,7 +34,8 @@ from refattn.core.block_lists import Maker, banded, one_length, tiled
 from refattn.mechanism import mechanism
 from refattn.mistakes.local import local_mutations
 from refattn.patterns import Pattern, window
-from refattn.records import Block, Cost, Result
+from refattn.patterns.counting import Ends
+from refattn.records import Block, Counts, Result
 
 __all__ = ["local_attention"]
 
@@ -74,6 +75,9 @@ class _Neighbours(Pattern):
         start, end = self._interval(i, b, h, q, k)
         return np.maximum(np.minimum(end, m) - start, 0)
 
+    def _ends_of_rows(self, q: int, k: int) -> Ends:
+        return Ends(frozenset((-self._behind * self._block, (self._ahead + 1) * self._block)), period=self._block)
+
 
 def _settings(block: Any, look_backward: Any, look_forward: Any, exact: Any) -> tuple[int, int, int, bool]:
     if not isinstance(exact, (bool, np.bool_)):
@@ -95,6 +99,19 @@ def _blocks(
 ) -> Callable[..., Iterator[Block]]:
     """The mechanism's own blocks: batches of small ones, or tiles where a window fills them."""
     pattern = _pattern(block, behind, ahead, exact)
+    size, behind, ahead = _band(block, behind, ahead, exact, causal, t)
+
+    def blocks(visibility: Pattern | None, group: Any) -> Iterator[Block]:
+        make = Maker(visibility, group, t, t, xp, like)
+        if not size:
+            return tiled(make, pattern)
+        return banded(make, t, size, behind, ahead, lambda i, j: pattern.visible(i, j, q=t, k=t))
+
+    return blocks
+
+
+def _band(block: int, behind: int, ahead: int, exact: bool, causal: bool, t: int) -> tuple[int, int, int]:
+    """Size of the blocks, and how many a query looks back and forward; size 0 where tiles do better."""
     left, right = block * behind, 0 if causal else block * ahead
     if exact:
         size = min(max(16, math.ceil((left + right) / 2)), 128)
@@ -103,14 +120,7 @@ def _blocks(
         size = block * max(1, 8 // block)
         behind, ahead = (math.ceil(n * block / size) for n in (behind, 0 if causal else ahead))
     wide = left + right + (0 if exact else block) >= _LARGE or (behind + ahead + 1) * size >= t
-
-    def blocks(visibility: Pattern | None, group: Any) -> Iterator[Block]:
-        make = Maker(visibility, group, t, t, xp, like)
-        if wide:
-            return tiled(make, pattern)
-        return banded(make, t, size, behind, ahead, lambda i, j: pattern.visible(i, j, q=t, k=t))
-
-    return blocks
+    return 0 if wide else size, behind, ahead
 
 
 @options.takes()
@@ -202,14 +212,17 @@ def cost(
     look_forward: int = 0,
     exact: bool = False,
     **settings: Any,
-) -> Cost:
+) -> Counts:
     """Counts over the visible pairs; ``computed_multiplies`` over the blocks.  t, or q = k, is the length."""
     t = one_length(t, q, k)
     chosen = _settings(block, look_backward, look_forward, exact)
     own: dict[str, Any] = {"extra_pattern": _pattern(*chosen)}
     if not settings.get("keep_weights"):
-        own["blocks"] = _blocks(*chosen, settings.get("causal") is True, t, np, np.zeros(0))
-    return costs.attention(b=b, h=h, g=g, q=t, k=t, d=d, e=e, **own, **settings)
+        causal = settings.get("causal") is True
+        size, behind, ahead = _band(*chosen, causal, t)
+        own["blocks"] = _blocks(*chosen, causal, t, np, np.zeros(0))
+        own["computed"] = h * (t * (behind + 1 + ahead) * size if size else costs.tiled_pairs(own["extra_pattern"], t))
+    return costs.softmax_counts(b=b, h=h, g=g, q=t, k=t, d=d, e=e, **own, **settings)
 
 
 def example(

@@ -43,8 +43,9 @@ from refattn.core.attend import ROWS, Group
 from refattn.core.block_lists import Maker, banded, one_length, tiled
 from refattn.core.selections import Index, Lattice, take_order
 from refattn.mechanism import mechanism
-from refattn.patterns import Pattern, documents, window
-from refattn.records import Block, Cost, Mutation, Result
+from refattn.patterns import Pattern, documents, lengths, prefix, window
+from refattn.patterns import window as window_pattern
+from refattn.records import Block, Counts, Mutation, Result
 
 __all__ = ["longformer_attention"]
 
@@ -304,24 +305,36 @@ def cost(
     window: tuple[int | None, int | None],
     global_tokens: Any = None,
     **settings: Any,
-) -> Cost:
+) -> Counts:
     """Counts of the window and the global columns, and of the global rows against all keys.
 
     t, or q = k, is the length.  ``global_tokens`` (b, t) or (t,) as in the call; without it the first n tokens are global.
     """
     t = one_length(t, q, k)
+    costs.require_sizes(b=b, h=h, t=t, n=n)
     left, right = _edges(window, t)
-    tokens = np.arange(t) < n if global_tokens is None else np.asarray(global_tokens)
-    found = _globals(_tokens(tokens, (b,), t))
     settings.pop("align", None)
-    own: dict[str, Any] = {
-        "extra_pattern": _pattern(left, right, found, (b,)),
-        "blocks": _blocks(left, right, found, (b,), h, t, np, np.zeros(0)),
-    }
-    total = costs.attention(b=b, h=h, q=t, k=t, d=d, e=e, **own, **settings)
+    sizes: dict[str, Any] = {"b": b, "h": h, "k": t, "d": d, "e": e}
+    if global_tokens is None and t * t > costs.WALKED:
+        n = min(n, t)
+        computed = costs.tiled_pairs(window_pattern(left, right, align=0), t)
+        if left + right < _LARGE:
+            size = min(max(16, math.ceil((left + right) / 2)), 128)
+            computed = t * (math.ceil(left / size) + 1 + math.ceil(right / size)) * size
+        own = (window_pattern(left, right, align=0) | prefix(n)) & ~lengths(query_lengths=n)
+        total = costs.softmax_counts(q=t, extra_pattern=own, computed=h * (computed + t * n), **sizes, **settings)
+        return total + costs.softmax_counts(q=n, **sizes, **settings) if n else total
+    found = _globals(_tokens(np.arange(t) < n if global_tokens is None else np.asarray(global_tokens), (b,), t))
+    total = costs.softmax_counts(
+        q=t,
+        extra_pattern=_pattern(left, right, found, (b,)),
+        blocks=_blocks(left, right, found, (b,), h, t, np, np.zeros(0)),
+        **sizes,
+        **settings,
+    )
     if found.counts.any():
         settings["query_lengths"] = found.counts
-        total = total + costs.attention(b=b, h=h, q=found.places.shape[-1], k=t, d=d, e=e, **settings)
+        total = total + costs.softmax_counts(q=found.places.shape[-1], **sizes, **settings)
     return total
 
 

@@ -53,10 +53,10 @@ from refattn.arrays import (
 from refattn.attention.blocks.lsh import PAIRS, Multiplicity, Plan, Units, bucket_factors, hash_buckets, sort_buckets
 from refattn.core import attend, options
 from refattn.core.selections import take_order
-from refattn.cost import itemsize, require_sizes
+from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
 from refattn.mistakes.lsh import lsh_mutations
-from refattn.records import Cost, Result
+from refattn.records import Counts, Elements, Pass, Result
 
 __all__ = ["lsh_attention"]
 
@@ -648,9 +648,6 @@ def cost(
     t: int,
     d: int,
     e: int | None = None,
-    dtype: Any = "float32",
-    direction: str = "forward",
-    recompute: bool = False,
     hashes: int = 1,
     n_buckets: Any = None,
     chunk: int = 64,
@@ -659,58 +656,54 @@ def cost(
     wrap: str = "none",
     short: str = "hash",
     hashing: bool = True,
-    **settings: Any,
-) -> Cost:
+) -> Counts:
     """Counts of one call: rounds * t * (before + 1 + after) * chunk pairs a head.
 
     Which pairs are visible depends on the buckets: ``multiplies`` counts the pairs of a window and leaves out the chunks
     that the ends of a round do not have and empty slots; ``computed_multiplies`` counts them too.  The projections onto the
-    rotations, t d s n multiply-adds a head, are in both (``hashing=False``: buckets given).  ``saved_bytes`` holds qk, v,
-    output, lse and, as 64-bit integers, the buckets, the order and the places of every round.
+    rotations, t d s n multiply-adds a head, are in both (``hashing=False``: buckets given).  Saved are qk, v, output, lse and,
+    as 64-bit integers, the buckets, the order and the places of every round.
     """
     e = d if e is None else e
-    require_sizes(b=b, h=h, t=t, d=d, e=e, hashes=hashes, chunk=chunk, before=before, after=after)
-    require_one_of("direction", direction, ("forward", "backward", "both"))
+    require_sizes(b=b, h=h, t=t, d=d, e=e, hashes=hashes, before=before, after=after)
+    require_integer("chunk", chunk, minimum=1)
     factors = bucket_factors(n_buckets, t, chunk)
-    full = short == "full" and t <= chunk
-    if full:
+    if short == "full" and t <= chunk:
         hashes, chunk, before, after, hashing = 1, max(t, 1), 0, 0, False
     chunk = min(chunk, max(t, 1))
-    chunks = -(-t // chunk) if t else 0
-    reach = before + 1 + after
+    whole, rest = divmod(t, chunk)  # chunks that are full, and tokens in a last one
+    chunks, reach = whole + bool(rest), before + 1 + after
     computed = hashes * chunks * chunk * reach * chunk
     if wrap == "global":
         visible = computed
     else:
-        slots = [min(chunk, t - c * chunk) for c in range(chunks)]
-        pairs = [n * sum(slots[max(0, c - before) : c + after + 1]) for c, n in enumerate(slots)]
-        visible = hashes * sum(pairs)
-    units, size = b * h, itemsize(dtype)
+        met = sum(m * whole - m * (m + 1) // 2 for m in (min(before, whole - 1), min(after, whole - 1)) if m > 0)
+        visible = (whole + met) * chunk**2 + rest * (rest + chunk * (min(before, whole) + min(after, whole)))
+        visible *= hashes
+    units = b * h
     hashed = t * d * hashes * sum(factors) // 2 if hashing else 0
-    inputs, outputs = units * t * (d + e) * size, units * t * (e * size + max(4, size))
-    indices = units * t * hashes * 8 * 3
-    block = 2 * max(4, size) * max(1 << 18, chunk * chunk * reach)
-    forward_cost = Cost(
-        multiplies=units * (visible * (d + e) + hashed),
-        computed_multiplies=units * (computed * (d + e) + hashed),
-        elementwise=units * (4 * visible + t * (3 * d + 2 * e * hashes)),
-        bytes_read=inputs,
-        bytes_written=outputs,
-        saved_bytes=(inputs if recompute else inputs + outputs) + indices,
-        peak_bytes=outputs + indices + block,
+    inputs, outputs = Elements(storage=units * t * (d + e)), Elements(storage=units * t * e, compute=units * t)
+    indices = Elements(index=units * t * hashes * 3)
+    block = Elements(compute=2 * max(1 << 18, chunk * chunk * reach))
+    return Counts(
+        forward=Pass(
+            multiplies=units * (visible * (d + e) + hashed),
+            computed=units * (computed * (d + e) + hashed),
+            elementwise=units * (4 * visible + t * (3 * d + 2 * e * hashes)),
+            read=inputs,
+            written=outputs,
+            peak=outputs + indices + block,
+        ),
+        backward=Pass(
+            multiplies=units * visible * (3 * d + 2 * e),
+            computed=units * computed * (3 * d + 2 * e),
+            elementwise=units * (4 * visible + t * (6 * d + 3 * e)),
+            read=inputs + 2 * outputs,
+            written=inputs,
+            peak=inputs + 2 * block,
+        ),
+        saved=inputs + outputs + indices,
     )
-    backward_cost = Cost(
-        multiplies=units * visible * (3 * d + 2 * e),
-        computed_multiplies=units * computed * (3 * d + 2 * e),
-        elementwise=units * (4 * visible + t * (6 * d + 3 * e)),
-        bytes_read=inputs + 2 * outputs,
-        bytes_written=inputs,
-        peak_bytes=inputs + 2 * block,
-    )
-    if recompute:
-        backward_cost = forward_cost + backward_cost
-        backward_cost = dataclasses.replace(backward_cost, saved_bytes=0)
-    return {"forward": forward_cost, "backward": backward_cost, "both": forward_cost + backward_cost}[direction]
 
 
 def example(

@@ -35,7 +35,7 @@ from refattn.core import options
 from refattn.definitions.multi_head import definition
 from refattn.mechanism import mechanism
 from refattn.mistakes.multi_head import multi_head_mutations
-from refattn.records import Cost, Result
+from refattn.records import Counts, Result
 
 __all__ = ["multi_head_attention"]
 
@@ -225,7 +225,7 @@ def cost(
     extra_key: Any = None,
     zero_attention: bool = False,
     **settings: Any,
-) -> Cost:
+) -> Counts:
     """Counts of the attention of the heads (``refattn.cost.attention``), and the parameters of the projections.
 
     The model channels m, m1, m2 default to h d, m, m1: m h d + m1 g d + m2 g e + h e m parameters, which is 4 m**2 whatever the
@@ -238,7 +238,7 @@ def cost(
     m2 = m1 if m2 is None else m2
     settings.pop("extra_value", None)
     count = int(extra_key is not None) + int(bool(zero_attention))
-    core = costs.attention(b=b, h=h, g=g, q=q, k=k + count, d=d, e=e, extra_keys=count, **settings)
+    core = costs.softmax_counts(b=b, h=h, g=g, q=q, k=k + count, d=d, e=e, extra_keys=count, **settings)
     parameters = m * h * d + m1 * g * d + m2 * g * e + h * e * m
     parameters += (h * d + g * d + g * e + m) * bool(biases) + (g * d + g * e) * (extra_key is not None)
     return dataclasses.replace(core, parameters=parameters)

@@ -41,11 +41,11 @@ from refattn.arrays import (
     sum_to_shape,
 )
 from refattn.contraction import einsum
-from refattn.cost import DIRECTIONS, itemsize, require_sizes
+from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
 from refattn.mistakes.nystrom import nystrom_mutations
 from refattn.normalization import masked_softmax, masked_softmax_backward
-from refattn.records import Cost, Result
+from refattn.records import Counts, Elements, Pass, Result
 
 __all__ = ["nystrom_attention"]
 
@@ -221,36 +221,37 @@ def cost(
     e: int | None = None,
     landmarks: int,
     iterations: int = 6,
-    dtype: Any = "float32",
-    direction: str = "forward",
-    pinv_scale: str = "matrix",
-) -> Cost:
+) -> Counts:
     """Counts on the padded lengths: n (q + k) (d + e) for the two long matrices, n^2 (d + e) in the middle, 4 n^3 a step.
 
     Backward: twice the products, and 8 n^3 a step.
     """
     e = d if e is None else e
-    n = landmarks
-    require_sizes(b=b, h=h, q=q, k=k, d=d, e=e, landmarks=n, iterations=iterations)
-    require_one_of("direction", direction, DIRECTIONS)
-    q_p, k_p, size, units = q + -q % n, k + -k % n, itemsize(dtype), b * h
-    products, inverse = units * (n * (q_p + k_p) + n * n) * (d + e), units * iterations * 4 * n**3
-    inputs, results = size * units * (q * d + k * (d + e)), size * units * q * e
-    kept = max(4, size) * units * (n * (q_p + k_p) + n * n * (2 + 4 * iterations) + n * (2 * d + 2 * e))
-    softmax = units * 5 * (n * (q_p + k_p) + n * n)
-    parts = {
-        "forward": Cost(
-            multiplies=products + inverse, computed_multiplies=products + inverse,
-            elementwise=softmax + units * (4 * iterations * n * n + (q_p + k_p) * d), bytes_read=inputs,
-            bytes_written=results, saved_bytes=inputs + kept, peak_bytes=results + kept,
+    n = require_integer("landmarks", landmarks, minimum=1)
+    require_sizes(b=b, h=h, q=q, k=k, d=d, e=e, iterations=iterations)
+    q_p, k_p, units = q + -q % n, k + -k % n, b * h
+    pairs = n * (q_p + k_p)
+    products, inverse = units * (pairs + n * n) * (d + e), units * iterations * 4 * n**3
+    inputs, results = Elements(storage=units * (q * d + k * (d + e))), Elements(storage=units * q * e)
+    kept = Elements(compute=units * (pairs + n * n * (2 + 4 * iterations) + n * (2 * d + 2 * e)))
+    steps = units * (5 * (pairs + n * n) + (q_p + k_p) * d)
+    return Counts(
+        forward=Pass(
+            multiplies=products + inverse,
+            elementwise=steps + units * 4 * iterations * n * n,
+            read=inputs,
+            written=results,
+            peak=results + kept,
         ),
-        "backward": Cost(
-            multiplies=2 * (products + inverse), computed_multiplies=2 * (products + inverse),
-            elementwise=softmax + units * (8 * iterations * n * n + (q_p + k_p) * d), bytes_read=inputs + kept + results,
-            bytes_written=inputs, peak_bytes=inputs + 2 * kept,
+        backward=Pass(
+            multiplies=2 * (products + inverse),
+            elementwise=steps + units * 8 * iterations * n * n,
+            read=inputs + kept + results,
+            written=inputs,
+            peak=inputs + 2 * kept,
         ),
-    }  # fmt: skip
-    return parts["forward"] + parts["backward"] if direction == "both" else parts[direction]
+        saved=inputs + kept,
+    )
 
 
 def example(

@@ -43,10 +43,10 @@ from refattn.arrays import (
 )
 from refattn.attention import linear
 from refattn.contraction import einsum
-from refattn.cost import DIRECTIONS, itemsize, require_sizes
+from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
 from refattn.mistakes.performer import performer_mutations
-from refattn.records import Cost, Result
+from refattn.records import Counts, Elements, Pass, Result
 
 __all__ = ["orthogonal_features", "performer_attention"]
 
@@ -228,46 +228,36 @@ def cost(
     d: int,
     e: int | None = None,
     n: int,
-    dtype: Any = "float32",
-    direction: str = "forward",
     causal: bool = False,
     chunk: int = 64,
-    **settings: Any,
-) -> Cost:
+) -> Counts:
     """Counts: linear attention on n features, and n d multiply-adds for each query and key to make them (twice that backward)."""
     e = d if e is None else e
     require_sizes(b=b, h=h, q=q, k=k, d=d, e=e, n=n)
-    require_one_of("direction", direction, DIRECTIONS)
     form = "chunked" if causal else "parallel"
-    core = {
-        "b": b,
-        "h": h,
-        "q": q,
-        "k": k,
-        "d": n,
-        "e": e,
-        "dtype": dtype,
-        "causal": causal,
-        "form": form,
-        "chunk": chunk,
-    }
-    size, positions = itemsize(dtype), b * h * (q + k)
-    made = positions * n * d
-    given = size * (positions * d + n * d)
-    kept = max(4, size) * positions * (n + d)
-    once = Cost(
-        multiplies=made, computed_multiplies=made, elementwise=positions * (3 * d + 4 * n), bytes_read=given,
-        bytes_written=size * positions * n, saved_bytes=given + kept, peak_bytes=given + kept, parameters=n * d,
-    )  # fmt: skip
-    twice = Cost(
-        multiplies=2 * made, computed_multiplies=2 * made, elementwise=positions * (3 * d + 2 * n),
-        bytes_read=given + size * positions * n, bytes_written=given, peak_bytes=given + 2 * kept,
-    )  # fmt: skip
-    parts = {
-        "forward": once + linear.cost(**core, direction="forward"),
-        "backward": twice + linear.cost(**core, direction="backward"),
-    }
-    return parts["forward"] + parts["backward"] if direction == "both" else parts[direction]
+    core = linear.cost(b=b, h=h, q=q, k=k, d=n, e=e, causal=causal, form=form, chunk=chunk)
+    positions = b * h * (q + k)
+    inputs, features = Elements(storage=positions * d + n * d), Elements(storage=positions * n)
+    kept = Elements(compute=positions * (n + d))
+    made = Counts(
+        forward=Pass(
+            multiplies=positions * n * d,
+            elementwise=positions * (3 * d + 4 * n),
+            read=inputs,
+            written=features,
+            peak=inputs + kept,
+        ),
+        backward=Pass(
+            multiplies=2 * positions * n * d,
+            elementwise=positions * (3 * d + 2 * n),
+            read=inputs + features,
+            written=inputs,
+            peak=inputs + 2 * kept,
+        ),
+        saved=inputs + kept,
+        parameters=n * d,
+    )
+    return made + core
 
 
 def example(

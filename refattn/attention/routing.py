@@ -29,7 +29,6 @@ have no gradient; ``refattn.routing`` moves the centroids.
 Source: Roy, Saffar, Vaswani, Grangier 2020, arXiv:2003.05997, section 4 and algorithm 1.
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -51,10 +50,10 @@ from refattn.arrays import (
 from refattn.attention.blocks.routing import Clusters
 from refattn.attention.blocks.routing_members import Routed, normalise, normalise_backward
 from refattn.core import attend, options
-from refattn.cost import DIRECTIONS, itemsize, require_sizes
+from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
 from refattn.mistakes.routing import routing_mutations
-from refattn.records import Cost, Result
+from refattn.records import Counts, Elements, Pass, Result
 
 __all__ = ["routing_attention"]
 
@@ -389,11 +388,7 @@ def cost(
     cluster_size: Any = None,
     causal: bool = False,
     shared: bool = True,
-    dtype: Any = "float32",
-    direction: str = "forward",
-    recompute: bool = False,
-    **settings: Any,
-) -> Cost:
+) -> Counts:
     """Counts of one call on sequences of one length; ``shared``: the queries are the keys; n rows of memory a cluster.
 
     Routing has t c d multiply-adds twice (products laid out by centroid for the members, by token for the nearest centroid),
@@ -402,39 +397,38 @@ def cost(
     are visible depends on the members.
     """
     e = d if e is None else e
-    require_sizes(b=b, h=h, t=t, c=c, d=d, e=e, n=n)
-    require_one_of("direction", direction, DIRECTIONS)
+    require_sizes(b=b, h=h, t=t, d=d, e=e, n=n)
+    require_integer("c", c, minimum=1)
     w_q, w_k = _widths(cluster_size, t, t, c)
-    units, size = b * h, itemsize(dtype)
+    units = b * h
     pairs = c * w_q * (w_k + n)
     hidden = c * w_q * (w_q - 1) // 2 if causal and shared and w_q == w_k else 0
     routing = 2 * t * c * d * (1 if shared else 2)
-    inputs = size * units * t * (d * (1 if shared else 2) + e)
-    written = units * t * e * size
-    working = max(4, size)
-    members = 8 * units * c * (w_q + w_k)
-    kept = working * units * c * w_q * (e + 1) + members + inputs
-    block = working * max(attend.SMALL, min(w_q, 16) * (w_k + n))
-    forward = Cost(
-        multiplies=units * (routing + (pairs - hidden) * (d + e)),
-        computed_multiplies=units * (routing + pairs * (d + e)),
-        elementwise=units * (4 * (pairs - hidden) + t * (6 * d + e) + t * c + c * w_q * 2 * e),
-        bytes_read=inputs + size * h * c * d,
-        bytes_written=written + members,
-        saved_bytes=inputs if recompute else kept,
-        peak_bytes=kept + written + working * units * t * c + 2 * block,
+    inputs = Elements(storage=units * t * (d * (1 if shared else 2) + e))
+    written = Elements(storage=units * t * e)
+    members = Elements(index=units * c * (w_q + w_k))
+    kept = Elements(compute=units * c * w_q * (e + 1)) + members + inputs
+    block = Elements(compute=max(attend.SMALL, min(w_q, 16) * (w_k + n)))
+    gathered = Elements(compute=units * c * (w_q * d + (w_k + n) * (d + e)))
+    return Counts(
+        forward=Pass(
+            multiplies=units * (routing + (pairs - hidden) * (d + e)),
+            computed=units * (routing + pairs * (d + e)),
+            elementwise=units * (4 * (pairs - hidden) + t * (6 * d + e) + t * c + c * w_q * 2 * e),
+            read=inputs + Elements(storage=h * c * d),
+            written=written + members,
+            peak=kept + written + Elements(compute=units * t * c) + 2 * block,
+        ),
+        backward=Pass(
+            multiplies=units * (pairs - hidden) * (3 * d + 2 * e),
+            computed=units * pairs * (3 * d + 2 * e),
+            elementwise=units * (4 * (pairs - hidden) + t * 8 * d + c * w_q * 2 * e + c * (w_q + w_k) * (d + e)),
+            read=kept + written,
+            written=inputs,
+            peak=kept + inputs + gathered + 4 * block,
+        ),
+        saved=kept,
     )
-    backward = Cost(
-        multiplies=units * (pairs - hidden) * (3 * d + 2 * e),
-        computed_multiplies=units * pairs * (3 * d + 2 * e),
-        elementwise=units * (4 * (pairs - hidden) + t * 8 * d + c * w_q * 2 * e + c * (w_q + w_k) * (d + e)),
-        bytes_read=kept + written,
-        bytes_written=inputs,
-        peak_bytes=kept + inputs + working * units * c * (w_q * d + (w_k + n) * (d + e)) + 4 * block,
-    )
-    if recompute:
-        backward = dataclasses.replace(backward + forward, saved_bytes=0)
-    return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
 
 
 def example(

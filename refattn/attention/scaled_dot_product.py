@@ -28,7 +28,7 @@ from refattn import cost as costs
 from refattn.core import options
 from refattn.mechanism import mechanism
 from refattn.mistakes.scaled_dot_product import dense_mutations
-from refattn.records import Cost, Result
+from refattn.records import Counts, Result
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -80,9 +80,9 @@ def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
 
 def cost(
     *, b: int = 1, h: int = 1, g: int | None = None, q: int, k: int, d: int, e: int | None = None, **settings: Any
-) -> Cost:
+) -> Counts:
     """Counts of softmax attention over the visible pairs; see ``refattn.cost.attention``."""
-    return costs.attention(b=b, h=h, g=g, q=q, k=k, d=d, e=e, **settings)
+    return costs.softmax_counts(b=b, h=h, g=g, q=q, k=k, d=d, e=e, **settings)
 
 
 def example(

@@ -37,16 +37,16 @@ from refattn.arrays import (
     require_axes,
     require_finite,
     require_integer,
-    require_one_of,
     require_positive,
     sum_to_shape,
 )
 from refattn.contraction import einsum
 from refattn.core import attend
-from refattn.cost import DIRECTIONS, itemsize, require_sizes
+from refattn.core.block_lists import one_length
+from refattn.cost import require_sizes
 from refattn.mechanism import function, mechanism
 from refattn.normalization import masked_softmax, masked_softmax_backward, row_maximum
-from refattn.records import Cost, Mutation, Result
+from refattn.records import Counts, Elements, Mutation, Pass, Result
 
 __all__ = ["sinkhorn", "sinkhorn_attention"]
 
@@ -390,43 +390,39 @@ def cost(
     block: int,
     iterations: int = 7,
     causal: bool = False,
-    dtype: Any = "float32",
-    direction: str = "forward",
-    **settings: Any,
-) -> Cost:
+) -> Counts:
     """Counts: t n (d + e) for the sort and 2 t block (d + e) for attention, forward; twice as many backward.
 
     t, or q = k, is the length.  The sort is quadratic in the number n = t / block of blocks; sqrt(t / 2) balances both.
     """
-    lengths = {x for x in (t, q, k) if x is not None}
-    if len(lengths) != 1:
-        raise ValueError(f"lengths are t={t}, q={q}, k={k}: expected one length, as t or as q and k")
-    t, e = lengths.pop(), d if e is None else e
-    require_sizes(b=b, h=h, t=t, d=d, e=e, block=block)
-    require_one_of("direction", direction, DIRECTIONS)
-    if block < 1 or t % block:
+    t, e = one_length(t, q, k), d if e is None else e
+    require_sizes(b=b, h=h, t=t, d=d, e=e, iterations=iterations)
+    if t % require_integer("block", block, minimum=1):
         raise ValueError(f"t is {t} and block {block}: expected a multiple of the block")
-    n, units, size = t // block, b * h, itemsize(dtype)
+    n, units = t // block, b * h
     moves = n * n
     visible_moves = n * (n - 1) // 2 if causal else moves
     pairs = 2 * t * block
     visible = t * (block + 1) // 2 + max(0, t - block) * block if causal else pairs
     once = units * (d + e) * (visible_moves * block + visible)
     computed = units * (d + e) * (moves * block + pairs)
-    elementwise = units * (4 * pairs + 6 * iterations * moves)
-    inputs, written = size * units * (2 * t * d + t * e + moves), size * units * t * e
-    kept = max(4, size) * units * (2 * t * (d + e) + 2 * pairs + (1 + 2 * iterations) * moves)
-    parts = {
-        "forward": Cost(
-            multiplies=once, computed_multiplies=computed, elementwise=elementwise, bytes_read=inputs,
-            bytes_written=written, saved_bytes=inputs + kept, peak_bytes=written + kept,
+    steps = units * (4 * pairs + 6 * iterations * moves)
+    inputs, written = Elements(storage=units * (2 * t * d + t * e + moves)), Elements(storage=units * t * e)
+    kept = Elements(compute=units * (2 * t * (d + e) + 2 * pairs + (1 + 2 * iterations) * moves))
+    return Counts(
+        forward=Pass(
+            multiplies=once, computed=computed, elementwise=steps, read=inputs, written=written, peak=written + kept
         ),
-        "backward": Cost(
-            multiplies=2 * once, computed_multiplies=2 * computed, elementwise=elementwise,
-            bytes_read=inputs + kept + written, bytes_written=inputs, peak_bytes=inputs + 2 * kept,
+        backward=Pass(
+            multiplies=2 * once,
+            computed=2 * computed,
+            elementwise=steps,
+            read=inputs + kept + written,
+            written=inputs,
+            peak=inputs + 2 * kept,
         ),
-    }  # fmt: skip
-    return parts["forward"] + parts["backward"] if direction == "both" else parts[direction]
+        saved=inputs + kept,
+    )
 
 
 def example(

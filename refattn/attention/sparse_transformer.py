@@ -40,7 +40,7 @@ from refattn.core.block_lists import Maker, banded, one_length, some, tiled
 from refattn.core.selections import Lattice
 from refattn.mechanism import mechanism
 from refattn.mistakes.sparse_transformer import sparse_mutations
-from refattn.records import Block, Cost, Result
+from refattn.records import Block, Counts, Result
 
 __all__ = ["sparse_transformer_attention"]
 
@@ -383,19 +383,37 @@ def cost(
     layer: int | None = None,
     variant: str = "paper",
     **settings: Any,
-) -> Cost:
+) -> Counts:
     """Counts over the visible pairs; ``computed_multiplies`` over the blocks.  t, or q = k, is the length."""
     t, e, groups = one_length(t, q, k), d if e is None else e, h if g is None else g
     own = {"pattern": pattern, "stride": stride, "summary": summary, "summary_offsets": summary_offsets}
     parts = _parts(h, **own, heads=heads, layer=layer, variant=variant)
     sizes: dict[str, Any] = {"b": b, "h": h, "q": t, "k": t, "d": d, "e": e, "extra_pattern": _pattern(parts)}
     if settings.get("keep_weights"):
-        return costs.attention(g=groups, **sizes, **settings)
+        return costs.softmax_counts(g=groups, **sizes, **settings)
     mixed = _mixed(parts, _key_heads(h, groups, settings.get("head_map", "repeat")))
     if mixed:
         groups, settings = h, {**settings, "head_map": "repeat"}
-    blocks = _blocks(parts, t, np, np.zeros(0))
-    return costs.attention(g=groups, **sizes, blocks=blocks, apart=len(set(parts)) > 1, **settings)
+    blocks, computed = _blocks(parts, t, np, np.zeros(0)), sum(_pairs(part, t) for part in parts)
+    apart = len(set(parts)) > 1
+    return costs.softmax_counts(g=groups, **sizes, blocks=blocks, computed=computed, apart=apart, **settings)
+
+
+def _pairs(part: _Part, t: int) -> int:
+    """Pairs of one head in the blocks of long sequences."""
+    stride, rows, pairs = part.stride, t // part.stride, 0
+    if part.part != "second":  # a run of keys, in bands of blocks or in tiles
+        size = stride if part.kind == "fixed" else min(max(16, -(-stride // 2)), 128)
+        behind = 0 if part.kind == "fixed" else -(-stride // size)
+        run = dataclasses.replace(part, part="first").pattern()
+        pairs += t * (behind + 1) * size if stride < _LARGE else costs.tiled_pairs(run, t)
+    if part.part == "first":
+        return pairs
+    if part.kind == "strided":
+        tile = max(1, min(math.isqrt(SMALL // min(stride, SMALL)), 256, max(8, -(-rows // 2))))
+        return pairs + stride * rows * (rows + tile) // 2 + (t % stride) * (rows + 1)
+    joined = max(1, -(-t // stride) // 32) * stride  # queries that are computed together
+    return pairs + t * (t + joined) // 2 // stride * part.summary
 
 
 def example(

@@ -38,11 +38,11 @@ from refattn.arrays import broadcast_leading, namespace, real, require_axes, req
 from refattn.contraction import einsum
 from refattn.core import attend
 from refattn.core.options import require_mask
-from refattn.cost import DIRECTIONS, itemsize, require_sizes
+from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
 from refattn.mistakes.synthesizer import synthesizer_mutations
 from refattn.normalization import masked_softmax, masked_softmax_backward
-from refattn.records import Cost, Result
+from refattn.records import Counts, Elements, Pass, Result
 
 __all__ = ["synthesizer_attention"]
 
@@ -309,20 +309,19 @@ def cost(
     p: int = 0,
     r: int = 0,
     parts: tuple[str, ...] = ("dense",),
-    dtype: Any = "float32",
-    direction: str = "forward",
     causal: bool = False,
-) -> Cost:
+) -> Counts:
     """Counts of the parts named (keys of ``PARTS``); every pair is computed, also with ``causal``.
 
     The values: q k e.  Hidden layer: q m f; dense: q f k; its factors: q f (n + p); random factors: q k r once for the
     whole batch.  Backward: twice each, and the two factors of the dense part cost 2 q k there.
     """
     require_sizes(b=b, h=h, q=q, k=k, e=e, m=m, f=f, n=n, p=p, r=r)
-    require_one_of("direction", direction, DIRECTIONS)
+    if not isinstance(parts, (tuple, list)):
+        raise TypeError(f"parts is {parts!r}: expected names of parts, {', '.join(PARTS)}")
     for name in parts:
         require_one_of("parts", name, tuple(PARTS))
-    units, size = b * h, itemsize(dtype)
+    units = b * h
     hidden = units * q * m * f if "dense" in parts or "dense_factors" in parts else 0
     dense = units * q * f * k if "dense" in parts else 0
     factors = units * q * f * (n + p) if "dense_factors" in parts else 0
@@ -335,25 +334,30 @@ def cost(
         "random_factors": h * (q + k) * r, "others": 0,
     }  # fmt: skip
     learned = sum(weights[name] for name in parts) + (len(parts) if len(parts) > 1 else 0)
-    given = size * (learned + units * k * e + (b * q * m if hidden else 0) + (pairs if "others" in parts else 0))
-    kept = max(4, size) * (pairs * (1 + len(parts)) + units * q * f + (units * q * (n + p) if factors else 0))
-    written = size * units * q * e
+    arrays = learned + units * k * e + (b * q * m if hidden else 0) + (pairs if "others" in parts else 0)
+    inputs, written = Elements(storage=arrays), Elements(storage=units * q * e)
+    kept = Elements(compute=pairs * (1 + len(parts)) + units * q * f + (units * q * (n + p) if factors else 0))
     back = 2 * through + (2 * pairs if factors else 0)
-    costs = {
-        "forward": Cost(
-            multiplies=visible * e + through, computed_multiplies=pairs * e + through,
-            elementwise=pairs * (3 + 2 * len(parts)) + units * q * f, bytes_read=given, bytes_written=written,
-            saved_bytes=given + kept, peak_bytes=written + kept, parameters=learned,
+    return Counts(
+        forward=Pass(
+            multiplies=visible * e + through,
+            computed=pairs * e + through,
+            elementwise=pairs * (3 + 2 * len(parts)) + units * q * f,
+            read=inputs,
+            written=written,
+            peak=written + kept,
         ),
-        "backward": Cost(
-            multiplies=2 * visible * e + back, computed_multiplies=2 * pairs * e + back,
-            elementwise=pairs * (4 + 3 * len(parts)) + units * q * f, bytes_read=given + kept + written,
-            bytes_written=given, peak_bytes=given + 2 * kept, parameters=learned,
+        backward=Pass(
+            multiplies=2 * visible * e + back,
+            computed=2 * pairs * e + back,
+            elementwise=pairs * (4 + 3 * len(parts)) + units * q * f,
+            read=inputs + kept + written,
+            written=inputs,
+            peak=inputs + 2 * kept,
         ),
-    }  # fmt: skip
-    if direction != "both":
-        return costs[direction]
-    return Cost(**{**vars(costs["forward"] + costs["backward"]), "parameters": learned})
+        saved=inputs + kept,
+        parameters=learned,
+    )
 
 
 def example(

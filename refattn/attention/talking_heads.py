@@ -37,7 +37,6 @@ from typing import Any
 
 import numpy as np
 
-from refattn import backends
 from refattn import cost as costs
 from refattn.arrays import (
     broadcast_leading,
@@ -46,7 +45,6 @@ from refattn.arrays import (
     namespace,
     real,
     require_axes,
-    require_one_of,
     to_namespace,
 )
 from refattn.contraction import einsum
@@ -56,7 +54,7 @@ from refattn.definitions.talking_heads import definition
 from refattn.mechanism import mechanism
 from refattn.mistakes.talking_heads import talking_heads_mutations
 from refattn.normalization import row_maximum
-from refattn.records import Block, Cost, Result
+from refattn.records import Block, Counts, Elements, Pass, Result
 
 __all__ = ["talking_heads_attention"]
 
@@ -571,9 +569,6 @@ def cost(
     k: int,
     d: int,
     e: int | None = None,
-    dtype: Any = "float32",
-    direction: str = "forward",
-    recompute: bool = False,
     logits_projection: Any = True,
     weights_projection: Any = True,
     query_logits: Any = None,
@@ -581,7 +576,7 @@ def cost(
     query_weights: Any = None,
     key_weights: Any = None,
     **settings: Any,
-) -> Cost:
+) -> Counts:
     """Counts of one call on q (b,x,q,d), k (b,x,k,d), v (b,y,k,e); x and y default to h, e to d.
 
     Both static projections are counted unless they are given as None; the dynamic parts where they are anything else.  A pair takes
@@ -591,64 +586,61 @@ def cost(
     """
     x, y, e = h if x is None else x, h if y is None else y, d if e is None else e
     costs.require_sizes(b=b, h=h, x=x, y=y, q=q, k=k, d=d, e=e)
-    require_one_of("direction", direction, costs.DIRECTIONS)
     before = [logits_projection is not None, query_logits is not None, key_logits is not None]
     behind = [weights_projection is not None, query_weights is not None, key_weights is not None]
     n_before, n_behind = sum(before) * x * h, sum(behind) * h * y
-    size = costs.itemsize(dtype)
-
-    def empty(*shape: int) -> np.ndarray:
-        return np.broadcast_to(np.zeros((), np.float64), shape)
-
-    prepared = options.prepare(
-        empty(b, h, q, 0), empty(b, 1, k, 0), empty(b, 1, k, 0), backend=backends.resolve("numpy", np), **settings
-    )
-    problem = prepared.problem
+    problem = costs.softmax_problem(b=b, h=h, g=1, q=q, k=k, **settings)
     visible = b * h * q * k if problem.visibility is None else problem.visibility.pairs(q, k, batch=b, heads=h)
-    once = twice = largest = 0  # pairs, of all softmax heads together, of runs in one block and of the others
-    for group in attend.groups(problem):
-        for queries, blocks in _runs(problem, group, np):
-            pairs = [
-                (group.b.stop - group.b.start) * (queries.stop - queries.start) * (n.keys.stop - n.keys.start)
-                for n in blocks
-            ]
-            once, twice = once + sum(pairs) * (len(blocks) == 1), twice + sum(pairs) * (len(blocks) > 1)
-            largest = max(largest, *pairs)
+    once, twice, largest = _walked(problem)
 
     logits, mixed = x * d + n_before, y * e + n_behind  # products and logits; projected weights and output
-    forward = logits + mixed
     again = logits + mixed  # logits, d_weights
     gradients = (n_behind + y * e) + n_behind + n_before + (n_before + 2 * x * d)  # dV, dW, dL, d_products and dQ, dK
-    terms = 4 + sum(n for name, n in costs.TERM_STEPS.items() if settings.get(name) is not None)
+    steps = 4 + sum(n for name, n in costs.TERM_STEPS.items() if settings.get(name) is not None)
     parts = x * h * before[0] + h * y * behind[0] + b * x * h * (q * before[1] + k * before[2])
     parts += b * h * y * (q * behind[1] + k * behind[2])
-    inputs = size * (b * (x * q * d + x * k * d + y * k * e) + parts)
-    results = b * (size * y * q * e + max(4, size) * h * q)
-    saved = inputs + (0 if recompute else max(4, size) * b * h * q)
-    tile = max(4, size) * largest
-    found = {
-        "forward": Cost(
-            multiplies=visible * forward // max(1, h),
-            computed_multiplies=once * forward + twice * (forward + logits),
-            elementwise=visible * (terms + 2) + b * q * (x * d + y * e),
-            bytes_read=inputs,
-            bytes_written=results,
-            saved_bytes=saved,
-            peak_bytes=results + tile * (x + 2 * h + y),
-            parameters=x * h * before[0] + h * y * behind[0],
+    inputs = Elements(storage=b * (x * q * d + x * k * d + y * k * e) + parts)
+    results, lse = Elements(storage=b * y * q * e), Elements(compute=b * h * q)
+    tile = Elements(compute=largest)
+    return Counts(
+        forward=Pass(
+            multiplies=visible * (logits + mixed) // max(1, h),
+            computed=once * (logits + mixed) + twice * (2 * logits + mixed),
+            elementwise=visible * (steps + 2) + b * q * (x * d + y * e),
+            read=inputs,
+            written=results + lse,
+            peak=results + lse + tile * (x + 2 * h + y),
         ),
-        "backward": Cost(
+        backward=Pass(
             multiplies=visible * (again + gradients) // max(1, h),
-            computed_multiplies=once * (again + gradients) + twice * (2 * again + gradients),
-            elementwise=visible * (terms + 4) + 2 * b * q * x * d,
-            bytes_read=inputs + results + size * b * y * q * e,
-            bytes_written=inputs,
-            peak_bytes=inputs + tile * (2 * x + 3 * h + 2 * y),
+            computed=once * (again + gradients) + twice * (2 * again + gradients),
+            elementwise=visible * (steps + 4) + 2 * b * q * x * d,
+            read=inputs + 2 * results + lse,
+            written=inputs,
+            peak=inputs + tile * (2 * x + 3 * h + 2 * y),
         ),
-    }
-    if recompute:
-        found["backward"] = dataclasses.replace(found["backward"] + found["forward"], saved_bytes=0, parameters=0)
-    return found["forward"] + found["backward"] if direction == "both" else found[direction]
+        saved=inputs + lse,
+        parameters=x * h * before[0] + h * y * behind[0],
+    )
+
+
+def _walked(problem: Any) -> tuple[int, int, int]:
+    """Pairs, of all softmax heads together, of runs in one block and of the others; and those of the largest block."""
+    once = twice = largest = 0
+    if problem.q.shape[-2] * problem.k.shape[-2] > costs.WALKED:
+        rows, keys, _ = costs.rows_of_tiles(problem)
+        pairs = rows * np.max(keys, axis=1)  # (b | 1, runs): a block holds all heads
+        single = np.max(keys, axis=1) <= attend.KEYS
+        alike = problem.q.shape[0] // max(1, pairs.shape[0])
+        once, twice = (alike * int(np.sum(pairs * side)) for side in (single, ~single))
+        return once, twice, int(np.max(rows * np.minimum(keys, attend.KEYS), initial=0))
+    for times, group in costs.distinct_groups(problem):
+        units = times * (group.b.stop - group.b.start)
+        for queries, blocks in _runs(problem, group, np):
+            pairs = [(queries.stop - queries.start) * (n.keys.stop - n.keys.start) for n in blocks]
+            once, twice = once + units * sum(pairs) * (len(blocks) == 1), twice + units * sum(pairs) * (len(blocks) > 1)
+            largest = max(largest, units // times * max(pairs))
+    return once, twice, largest
 
 
 def example(

@@ -21,23 +21,22 @@ This is what hashing and clustering approximate.  Source: Kitaev et al. 2020, ar
 dominate the softmax); Gupta et al. 2021, arXiv:2106.06899, section 2 (exact top-k in blocks of queries).
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from refattn import backends, patterns
 from refattn import cost as costs
-from refattn.arrays import device, is_array, is_integer, require_integer, require_one_of, to_namespace, to_numpy
+from refattn import patterns
+from refattn.arrays import device, is_array, is_integer, require_integer, to_namespace, to_numpy
 from refattn.core import attend, options
 from refattn.core.block_lists import Maker
 from refattn.core.selections import Index, Lattice
 from refattn.definitions.key_sets import as_mask
 from refattn.mechanism import mechanism
 from refattn.mistakes.topk import margin, topk_mutations
-from refattn.records import Block, Cost, Result
+from refattn.records import Block, Counts, Elements, Pass, Result
 
 __all__ = ["topk_attention"]
 
@@ -229,56 +228,49 @@ def cost(
     e: int | None = None,
     count: int | None = None,
     indices: Any = None,
-    dtype: Any = "float32",
-    direction: str = "forward",
-    recompute: bool = False,
     **shared: Any,
-) -> Cost:
+) -> Counts:
     """The search has d multiply-adds for every visible pair, then come d + e (backward: 3 d + 2 e) for every chosen one.
 
     The search computes all q k logits in runs of queries, whatever is visible.  Given ``indices`` are searched for nothing.
     """
     e = d if e is None else e
     costs.require_sizes(b=b, h=h, q=q, k=k, d=d, e=e)
-    require_one_of("direction", direction, costs.DIRECTIONS)
     searched = _arguments(count, indices, k) is not None
-    rows, size = b * h * q, costs.itemsize(dtype)
-
-    def empty(*shape: int) -> np.ndarray:
-        return np.broadcast_to(np.zeros(()), shape)
-
-    arrays = (empty(b, h, q, d), empty(b, h, k, d), empty(b, h, k, e))
-    visibility = options.prepare(*arrays, backend=backends.resolve("numpy", np), **shared).problem.visibility
-    seen = np.full((b, h, q), k) if visibility is None else visibility.row_counts(q, k, batch=b, heads=h)
-    seen = np.broadcast_to(seen, (b, h, q))
+    rows = b * h * q
+    visibility = costs.softmax_problem(b=b, h=h, g=h, q=q, k=k, d=d, e=e, **shared).visibility
     if searched:
-        n, compared = int(count or 0), int(seen.sum())
-        chosen = int(np.minimum(seen, n).sum())
+        n = int(count or 0)
+        compared = rows * k if visibility is None else visibility.pairs(q, k, batch=b, heads=h)
+        chosen = rows * n if visibility is None else visibility.pairs(q, k, batch=b, heads=h, most=n)
     else:
-        given = as_mask(_given(indices, (b,), h, q, k), k)
+        seen = as_mask(_given(indices, (b,), h, q, k), k)
         n, compared = np.shape(indices)[-1], 0
-        chosen = int((given if visibility is None else given & visibility.to_mask(q, k, b, h)).sum())
-    read, written = size * b * h * (q * d + k * (d + e)), rows * (size * e + max(4, size) + 8 * n)
-    forward = Cost(
-        multiplies=compared * d + chosen * (d + e),
-        computed_multiplies=searched * rows * k * d + rows * n * (d + e),
-        elementwise=compared + 4 * chosen + rows * (d + 2 * e),
-        bytes_read=read,
-        bytes_written=written,
-        saved_bytes=read if recompute else read + written,
-        peak_bytes=written + 2 * min(rows * n * (d + e), 2 * _GATHERED) * max(4, size),
+        chosen = int((seen if visibility is None else seen & visibility.to_mask(q, k, b, h)).sum())
+    read, written = (
+        Elements(storage=b * h * (q * d + k * (d + e))),
+        Elements(storage=rows * e, compute=rows, index=rows * n),
     )
-    backward = Cost(
-        multiplies=chosen * (3 * d + 2 * e),
-        computed_multiplies=rows * n * (3 * d + 2 * e),
-        elementwise=4 * chosen + rows * (2 * d + 2 * e),
-        bytes_read=read + written + rows * size * e,
-        bytes_written=read,
-        peak_bytes=read + 4 * min(rows * n * (d + e), 2 * _GATHERED) * max(4, size),
+    gathered = Elements(compute=2 * min(rows * n * (d + e), 2 * _GATHERED))
+    return Counts(
+        forward=Pass(
+            multiplies=compared * d + chosen * (d + e),
+            computed=searched * rows * k * d + rows * n * (d + e),
+            elementwise=compared + 4 * chosen + rows * (d + 2 * e),
+            read=read,
+            written=written,
+            peak=written + gathered,
+        ),
+        backward=Pass(
+            multiplies=chosen * (3 * d + 2 * e),
+            computed=rows * n * (3 * d + 2 * e),
+            elementwise=4 * chosen + rows * (2 * d + 2 * e),
+            read=read + written + Elements(storage=rows * e),
+            written=read,
+            peak=read + 2 * gathered,
+        ),
+        saved=read + written,
     )
-    if recompute:
-        backward = backward + dataclasses.replace(forward, saved_bytes=0)
-    return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
 
 
 def example(

@@ -39,7 +39,6 @@ from typing import Any
 
 import numpy as np
 
-from refattn import backends
 from refattn import cost as costs
 from refattn.arrays import (
     broadcast_leading,
@@ -57,7 +56,7 @@ from refattn.core import attend, options
 from refattn.core.terms import Relative
 from refattn.mechanism import mechanism
 from refattn.mistakes.transformer_xl import transformer_xl_mutations
-from refattn.records import Cost, Result
+from refattn.records import Counts, Elements, Pass, Result
 
 __all__ = ["transformer_xl_attention"]
 
@@ -324,52 +323,40 @@ def cost(
     e: int | None = None,
     causal: bool = True,
     same_length: bool | int = False,
-    dtype: Any = "float32",
-    direction: str = "forward",
     **shared: Any,
-) -> Cost:
+) -> Counts:
     """Counts of softmax attention (``refattn.cost.attention``) and of the positions.
 
     Each block of a queries and c keys takes one product with a + c - 1 table rows, d multiply-adds an entry; backward three
     (scores again, dq, dr).  Visible pairs count d more forward and 3 d more backward.
     """
-    seen = _visibility(q, k, causal, same_length)
-    base = costs.attention(b=b, h=h, q=q, k=k, d=d, e=e, dtype=dtype, direction=direction, **seen, **shared)
-    own_e = d if e is None else e
-    per_pair = {"forward": d + own_e, "backward": 3 * d + 2 * own_e}
-    pairs = base.multiplies // max(1, per_pair[direction] if direction != "both" else sum(per_pair.values()))
-    entries = _position_entries(b, h, q, k, d, own_e, causal, {**seen, **shared})
-    times = {"forward": 1, "backward": 3, "both": 4}[direction]
-    table = costs.itemsize(dtype) * h * d * (k if causal else k + q)
-    return base + Cost(
-        multiplies=times * pairs * d,
-        computed_multiplies=times * entries * d,
-        elementwise=(2 if direction == "both" else 1) * pairs,
-        bytes_read=table * (2 if direction == "both" else 1),
-        bytes_written=0 if direction == "forward" else table,
-        saved_bytes=0 if direction == "backward" else table,
+    shared = {**_visibility(q, k, causal, same_length), **shared}
+    base = costs.softmax_counts(b=b, h=h, q=q, k=k, d=d, e=e, **shared)
+    pairs = base.forward.multiplies // max(1, d + (d if e is None else e))
+    entries = _position_entries(costs.softmax_problem(b=b, h=h, g=h, q=q, k=k, d=d, **shared), causal)
+    table = Elements(storage=h * d * (k if causal else k + q))
+    positions = Counts(
+        forward=Pass(multiplies=pairs * d, computed=entries * d, elementwise=pairs, read=table),
+        backward=Pass(multiplies=3 * pairs * d, computed=3 * entries * d, elementwise=pairs, read=table, written=table),
+        saved=table,
         parameters=2 * h * d,
     )
+    return base + positions
 
 
-def _position_entries(b: int, h: int, q: int, k: int, d: int, e: int, causal: bool, shared: dict[str, Any]) -> int:
+def _position_entries(problem: Any, causal: bool) -> int:
     """Query-row products over all blocks that would be computed."""
-
-    def empty(*shape: int) -> np.ndarray:
-        return np.broadcast_to(np.zeros((), np.float64), shape)
-
-    arrays = (empty(b, h, q, d), empty(b, h, k, d), empty(b, h, k, e))
-    problem = options.prepare(*arrays, backend=backends.resolve("numpy", np), **shared).problem
-    rows, origin, total = k if causal else k + q, q - 1 if causal else q, 0
-    for group in attend.groups(problem):
-        units = (group.b.stop - group.b.start) * group.heads.size
+    q, k = problem.q.shape[-2], problem.k.shape[-2]
+    table, origin, total = k if causal else k + q, q - 1 if causal else q, 0
+    if q * k > costs.WALKED:
+        rows, keys, units = costs.rows_of_tiles(problem)
+        return units * int((rows * np.minimum(table, keys + -(-keys // attend.KEYS) * (rows - 1))).sum())
+    for times, group in costs.distinct_groups(problem):
+        units = times * (group.b.stop - group.b.start) * group.heads.size
         for block in attend.listed_blocks(problem, group, np):
             i, j = block.queries, block.keys
-            total += (
-                units
-                * (i.stop - i.start)
-                * (min(rows, j.stop + origin - i.start) - min(rows, j.start + origin - i.stop + 1))
-            )
+            entries = min(table, j.stop + origin - i.start) - min(table, j.start + origin - i.stop + 1)
+            total += units * (i.stop - i.start) * entries
     return total
 
 

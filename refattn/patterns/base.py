@@ -137,6 +137,17 @@ class Pattern:
         self._fits(q, k)
         return self._interval(i, b, h, q, k)
 
+    def reach(self, i0: np.ndarray, i1: np.ndarray, *, q: int, k: int, least: int = 1) -> np.ndarray:
+        """How many keys lie between the first and the last that the rows i0 <= i < i1 see: (b | 1, h | 1, n) for n runs of rows.
+
+        Where several runs of keys are seen, each counts in whole pieces of ``least`` keys; where it is not known that they are
+        runs, all keys that may be seen count.
+        """
+        self._fits(q, k)
+        b, h = self._everything(None, None)
+        counts = self._reach(np.asarray(i0), np.asarray(i1), *_spread(b, h), q, k, least)
+        return np.broadcast_to(counts, np.broadcast_shapes(np.shape(counts), (self.batch, self.heads, len(i0))))
+
     def to_mask(self, q: int, k: int, batch: int | None = None, heads: int | None = None) -> np.ndarray:
         """The whole pattern as a bool NumPy array, True = may attend.
 
@@ -152,12 +163,14 @@ class Pattern:
             seen = seen[..., 0, :, :]
         return np.broadcast_to(seen, (*seen.shape[:-2], q, k)).copy()
 
-    def pairs(self, q: int, k: int, batch: int | None = None, heads: int | None = None) -> int:
+    def pairs(
+        self, q: int, k: int, batch: int | None = None, heads: int | None = None, *, most: int | None = None
+    ) -> int:
         """Exact number of visible pairs, without building the mask.
 
         Summed over the pattern's own batch entries and heads (a pattern that distinguishes none is counted once), or
-        over ``batch`` entries and ``heads`` heads where these are given.  Combinations whose rows cannot be counted by
-        arithmetic, and :func:`mask_mod`, are counted tile by tile.
+        over ``batch`` entries and ``heads`` heads where these are given.  ``most``: rows that see more count as so many.
+        Combinations whose rows cannot be counted by arithmetic, and :func:`mask_mod`, are counted tile by tile.
         """
         self._fits(q, k)
         b, h = self._everything(batch, heads)
@@ -166,11 +179,14 @@ class Pattern:
             return 0
         apart = (b if self.batch > 1 else None), (h if self.heads > 1 else None)  # rows of the others count alike
         total = 0
-        for i, weights in self._counted_rows(q, k, math.prod(1 if x is None else len(x) for x in apart)):
+        for i, weights in self._counted_rows(q, k, math.prod(1 if x is None else len(x) for x in apart), most):
             counts = self._below(i, k, *_spread(*apart), q, k)
+            if counts is None and most is not None:
+                counts = np.minimum(self.row_counts(q, k, batch, heads), most)
+                return int(counts.sum()) * copies // math.prod(counts.shape[:-1])
             if counts is None:
                 return self._count_tiles(0, q, 0, k, q, k, b, h)
-            counts = np.asarray(counts)
+            counts = np.asarray(counts if most is None else np.minimum(counts, most))
             counts = np.broadcast_to(counts, (*counts.shape[:-1], len(i)))
             if q * k >= 1 << 60:
                 counts = counts.astype(object)
@@ -178,9 +194,9 @@ class Pattern:
             total += sum(np.ravel(sums).tolist()) * copies // np.size(sums)
         return total // 2
 
-    def _counted_rows(self, q: int, k: int, copies: int) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-        """Rows and weights that give twice the sum of all counts."""
-        few = runs(self._ends_of_rows(q, k), q, k)
+    def _counted_rows(self, q: int, k: int, copies: int, most: int | None) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+        """Rows and weights that give twice the sum of all counts; a limit bends them anywhere."""
+        few = None if most is not None else runs(self._ends_of_rows(q, k), q, k)
         return all_rows(q, max(CHUNK // copies, 1)) if few is None else [few]
 
     def row_counts(self, q: int, k: int, batch: int | None = None, heads: int | None = None) -> np.ndarray:
@@ -280,6 +296,17 @@ class Pattern:
     def _interval(self, i: Any, b: Any, h: Any, q: int, k: int) -> tuple[Any, Any] | None:
         """(j0, j1) if each row sees exactly the keys j0 <= j < j1; None where that is not so."""
         return None
+
+    def _reach(self, i0: Any, i1: Any, b: Any, h: Any, q: int, k: int, least: int) -> Any:
+        ends = self._ends_of_run(i0, i1, b, h, q, k)
+        return np.full(np.shape(i0), k) if ends is None else np.maximum(ends[1] - ends[0], 0)
+
+    def _ends_of_run(self, i0: Any, i1: Any, b: Any, h: Any, q: int, k: int) -> tuple[Any, Any] | None:
+        """First key that the rows i0 <= i < i1 see and the first one after those; None where each row's keys are no run."""
+        first, last = self._interval(i0, b, h, q, k), self._interval(i1 - 1, b, h, q, k)
+        if first is None or last is None:
+            return None
+        return np.maximum(first[0], 0), np.minimum(np.maximum(first[1], last[1]), k)
 
     def _ends_of_rows(self, q: int, k: int) -> Ends | None:
         """Where the runs of visible keys end (``counting``); None: not known, every row is counted."""

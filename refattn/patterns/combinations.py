@@ -1,5 +1,6 @@
 """Several patterns together: ``&``, ``|``, ``~`` and one for each head."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -99,6 +100,11 @@ class All(Combination):
             start, end = np.maximum(start, ends[0]), np.minimum(end, ends[1])
         return start, end
 
+    def _reach(self, i0: Any, i1: Any, b: Any, h: Any, q: int, k: int, least: int) -> Any:
+        if self._interval(i0[:1], b, h, q, k) is not None:
+            return super()._reach(i0, i1, b, h, q, k, least)
+        return functools.reduce(np.minimum, (p._reach(i0, i1, b, h, q, k, least) for p in self._parts))
+
     def _below(self, i: np.ndarray, m: Any, b: Any, h: Any, q: int, k: int) -> Any:
         """Known where at most one part is no interval: that one is counted between the ends of the others."""
         intervals: list[Pattern] = []
@@ -143,6 +149,22 @@ class AnyOf(Combination):
         ranges = [r for r in ranges if r[0] < r[1]]
         return (min(r[0] for r in ranges), max(r[1] for r in ranges)) if ranges else (0, 0)
 
+    def _reach(self, i0: Any, i1: Any, b: Any, h: Any, q: int, k: int, least: int) -> Any:
+        ends = [p._ends_of_run(i0, i1, b, h, q, k) for p in self._parts]
+        known = [x for x in ends if x is not None]
+        if len(known) < len(ends):
+            return np.minimum(sum(p._reach(i0, i1, b, h, q, k, least) for p in self._parts), k)
+        starts, stops = (np.stack(np.broadcast_arrays(*x)) for x in zip(*known, strict=True))
+        stops = np.minimum(-(-stops // least) * least, np.max(stops, axis=0))
+        starts = np.minimum(starts // least * least, stops)
+        order = np.argsort(starts, axis=0)
+        count, reached = 0, np.zeros_like(starts[0])
+        for at in order:
+            start, stop = (np.take_along_axis(x, at[None], axis=0)[0] for x in (starts, stops))
+            count = count + np.maximum(stop - np.maximum(start, reached), 0)
+            reached = np.maximum(reached, stop)
+        return count
+
     def _below(self, i: np.ndarray, m: Any, b: Any, h: Any, q: int, k: int) -> Any:
         """Inclusion and exclusion, one part at a time."""
         *rest, last = sorted(self._parts, key=lambda p: p._interval(i, b, h, q, k) is not None)
@@ -171,6 +193,17 @@ class Not(Combination):
     def _classify(self, i0: int, i1: int, j0: int, j1: int, q: int, k: int, b: Which, h: Which) -> str:
         kind = self._parts[0]._classify(i0, i1, j0, j1, q, k, b, h)
         return {"empty": "full", "full": "empty"}.get(kind, kind)
+
+    def _interval(self, i: Any, b: Any, h: Any, q: int, k: int) -> tuple[Any, Any] | None:
+        """Known where the runs of the part begin at the first key, or end at the last one."""
+        ends = self._parts[0]._interval(i, b, h, q, k)
+        if ends is None:
+            return None
+        if np.all(np.asarray(ends[0]) <= 0):
+            return np.maximum(ends[1], 0), k
+        if np.all(np.asarray(ends[1]) >= k):
+            return 0, np.minimum(ends[0], k)
+        return None
 
     def _below(self, i: np.ndarray, m: Any, b: Any, h: Any, q: int, k: int) -> Any:
         count = self._parts[0]._below(i, m, b, h, q, k)
@@ -205,6 +238,10 @@ class ByHead(Pattern):
 
     def _fit_batch(self, batch: tuple[int, ...]) -> Pattern:
         return ByHead([p._fit_batch(batch) for p in self._parts], self._which)
+
+    def _reach(self, i0: Any, i1: Any, b: Any, h: Any, q: int, k: int, least: int) -> Any:
+        which = self._which[0] if self.heads == 1 else self._which[self._need(h, "h")]
+        return sum(p._reach(i0, i1, b, h, q, k, least) * (which == n) for n, p in enumerate(self._parts))
 
     def _ends_of_rows(self, q: int, k: int) -> Ends | None:
         return Ends.joined(p._ends_of_rows(q, k) for p in self._parts)

@@ -142,6 +142,9 @@ class Spaced(Pattern):
     def _below(self, i: np.ndarray, m: Any, b: Any, h: Any, q: int, k: int) -> Any:
         return self._between(i - m + 1, i, self._within(q, k))
 
+    def _reach(self, i0: Any, i1: Any, b: Any, h: Any, q: int, k: int, least: int) -> Any:
+        return np.minimum(i1, k) if self._causal else np.full(np.shape(i0), k)
+
     def _ends_of_rows(self, q: int, k: int) -> Ends | None:
         step = self._within(q, k)
         return Ends(frozenset((0, 1, -step, 1 - step)), period=step)
@@ -231,6 +234,10 @@ class Fixed(Pattern):
     def _interval(self, i: Any, b: Any, h: Any, q: int, k: int) -> tuple[Any, Any] | None:
         stride, _, _ = self._within(q, k)
         return (i // stride * stride, i + 1) if self._part == "first" else None
+
+    def _reach(self, i0: Any, i1: Any, b: Any, h: Any, q: int, k: int, least: int) -> Any:
+        first = i0 // self._stride * self._stride if self._part == "first" else 0
+        return np.maximum(np.minimum(i1, k) - first, 0)
 
     def _ends_of_rows(self, q: int, k: int) -> Ends | None:
         stride, _, _ = self._within(q, k)

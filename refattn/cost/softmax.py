@@ -1,0 +1,199 @@
+"""Counts of one call of softmax attention, for any pattern and any block list."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from refattn import backends
+from refattn.arrays import itemsize, require_flag, require_integer, require_one_of
+from refattn.core import attend, options
+from refattn.records import Block, Cost, Counts, Elements, Pass
+
+__all__ = [
+    "DIRECTIONS",
+    "TERM_STEPS",
+    "attention",
+    "distinct_groups",
+    "require_sizes",
+    "rows_of_tiles",
+    "softmax_counts",
+    "softmax_problem",
+    "tiled_pairs",
+]
+
+DIRECTIONS = ("forward", "backward", "both")
+TERM_STEPS = {"bias": 1, "alibi_slopes": 3, "softcap": 3, "dropout_mask": 1}
+
+WALKED = 1 << 28
+"""Pairs of one head up to which blocks are listed one by one, as the computation would; beyond, they are counted by rows."""
+
+
+def require_sizes(**sizes: Any) -> None:
+    """Check that every size is an integer of at least 0."""
+    for name, value in sizes.items():
+        require_integer(name, value, minimum=0)
+
+
+def attention(*, dtype: Any = "float32", direction: str = "forward", recompute: bool = False, **sizes: Any) -> Cost:
+    """Counts of one call of softmax attention on q (b,h,q,d), k (b,g,k,d), v (b,g,k,e).
+
+    Parameters
+    ----------
+    b, h, g, q, k, d, e : int
+        Sizes; g defaults to h, e to d.
+    dtype : str or dtype
+        Storage dtype of the arrays.
+    direction : {"forward", "backward", "both"}
+    recompute : bool
+        Checkpointing: the backward runs the forward again and only q, k, v are saved.
+    **sizes
+        Also the shared options of the softmax mechanisms, as in the call, and what :func:`softmax_counts` takes.
+
+    Returns
+    -------
+    Cost
+        Forward products: d + e multiply-adds a pair; backward: 3 d + 2 e (logits again, dV, dP, dQ, dK).  Element-wise:
+        4 a pair (maximum, shift, exp, sum; backward: shift, exp, difference, product), and what terms take.  Bytes: arrays
+        read and written once.
+    """
+    require_one_of("direction", direction, DIRECTIONS)
+    return softmax_counts(**sizes).cost(itemsize(dtype), direction, require_flag("recompute", recompute))
+
+
+def softmax_problem(*, b: int, h: int, g: int, q: int, k: int, d: int = 0, e: int = 0, **shared: Any) -> Any:
+    """The core's problem for arrays of these sizes (which take no memory) and the shared options."""
+    require_sizes(b=b, h=h, g=g, q=q, k=k, d=d, e=e)
+
+    def empty(*shape: int) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), np.float64), shape)
+
+    arrays = (empty(b, h, q, d), empty(b, g, k, d), empty(b, g, k, e))
+    return options.prepare(*arrays, backend=backends.resolve("numpy", np), **shared).problem
+
+
+def softmax_counts(
+    *,
+    b: int,
+    h: int,
+    q: int,
+    k: int,
+    d: int,
+    g: int | None = None,
+    e: int | None = None,
+    extra_pattern: Any = None,
+    blocks: Callable[..., Any] | None = None,
+    visible: int | None = None,
+    computed: int | None = None,
+    extra_keys: int = 0,
+    **shared: Any,
+) -> Counts:
+    """The counts of :func:`attention` by kind of element.
+
+    ``extra_pattern``, ``blocks``, ``extra_keys``: a mechanism's own pattern and blocks, and how many of the k keys are outside
+    all patterns, as for ``options.prepare``.  ``visible``: the visible pairs, where the caller knows them better than the
+    pattern.  ``computed``: pairs of one batch entry in the mechanism's blocks, used where these are not given or too many to
+    list.
+    """
+    g, e = h if g is None else g, d if e is None else e
+    require_sizes(b=b, h=h, g=g, q=q, k=k, d=d, e=e)
+    own = {"extra_pattern": extra_pattern, "extra_keys": extra_keys}
+    problem = softmax_problem(b=b, h=h, g=g, q=q, k=k, d=d, e=e, **own, blocks=blocks, **shared)
+    pattern = problem.visibility
+    if blocks is not None and extra_pattern is not None:
+        pattern = extra_pattern if pattern is None else pattern & extra_pattern
+        pattern = pattern.fit(q, k, batch=(b,), heads=h)
+    inner = k - extra_keys
+    if visible is None:
+        visible = b * h * q * inner if pattern is None else pattern.pairs(q, inner, batch=b, heads=h)
+    visible += h * extra_keys * (b * q if problem.rows is None else int(np.sum(problem.rows)))
+    if computed is not None and (blocks is None or q * k > WALKED):
+        pairs, largest = b * computed, attend.SMALL
+    elif q * k <= WALKED or blocks is not None:
+        pairs, largest = _listed(problem)
+    else:
+        rows, keys, units = rows_of_tiles(problem, extra_keys)
+        pairs = units * int((rows * keys).sum())
+        largest = h // max(1, g) * int((rows * np.minimum(keys, attend.KEYS)).max(initial=0))
+
+    steps = 4 + sum(n for name, n in TERM_STEPS.items() if shared.get(name) is not None)
+    inputs = Elements(storage=b * (h * q * d + g * k * (d + e)))
+    results = Elements(storage=b * h * q * e, compute=b * h * q)
+    return Counts(
+        forward=Pass(
+            multiplies=visible * (d + e),
+            computed=pairs * (d + e),
+            elementwise=visible * steps + b * h * q * (d + 2 * e),
+            read=inputs,
+            written=results,
+            peak=results + Elements(compute=2 * largest),
+        ),
+        backward=Pass(
+            multiplies=visible * (3 * d + 2 * e),
+            computed=pairs * (3 * d + 2 * e),
+            elementwise=visible * steps + b * h * q * (2 * d + 2 * e),
+            read=inputs + results + Elements(storage=b * h * q * e),
+            written=inputs,
+            peak=inputs + Elements(compute=4 * largest),
+        ),
+        saved=inputs + results,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ pairs of blocks
+
+
+def distinct_groups(problem: Any) -> Iterator[tuple[int, Any]]:
+    """The groups of a problem whose blocks differ, each with the number of groups like it."""
+    pattern = problem.visibility
+    own = problem.blocks is not None  # which may look at batch entries and heads
+    by_batch = own or (pattern is not None and pattern.batch > 1)
+    by_head = own or (pattern is not None and pattern.heads > 1)
+    like: dict[Any, list[Any]] = {}
+    for group in attend.groups(problem):
+        place = (group.b.start if by_batch else 0, group.g.start if by_head else 0)
+        key = (*place, group.b.stop - group.b.start, group.heads.shape, group.q)
+        like.setdefault(key, []).append(group)
+    return ((len(groups), groups[0]) for groups in like.values())
+
+
+def rows_of_tiles(problem: Any, extra_keys: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
+    """Queries (n,) and keys (b | 1, h | 1, n) of each run of tiles, and how many (batch, head) units are alike.
+
+    Keys are those between the first and the last one that a row of the run sees (``Pattern.reach``), and the extra ones.
+    """
+    b, g, r, q, _ = problem.q.shape
+    k = problem.k.shape[-2] - extra_keys
+    step = problem.tile[0] if problem.tile else max(16, attend.ROWS // max(1, r))
+    starts = np.arange(0, q, step)
+    stops = np.minimum(starts + step, q)
+    if problem.visibility is None:
+        keys = np.full((1, 1, len(starts)), k)
+    else:
+        keys = problem.visibility.reach(starts, stops, q=q, k=k, least=step)
+    return stops - starts, keys + extra_keys, b * g * r // max(1, keys.shape[0] * keys.shape[1])
+
+
+def tiled_pairs(pattern: Any, t: int) -> int:
+    """Pairs of one head in the tiles of a pattern on t queries and t keys."""
+    starts = np.arange(0, t, attend.ROWS)
+    stops = np.minimum(starts + attend.ROWS, t)
+    return int(((stops - starts) * pattern.reach(starts, stops, q=t, k=t)).sum())
+
+
+def _listed(problem: Any) -> tuple[int, int]:
+    """Pairs in the blocks that would be computed, and pairs of the largest block of one group."""
+    total = largest = 0
+    for times, group in distinct_groups(problem):
+        units = (group.b.stop - group.b.start) * group.heads.size
+        for block in attend.listed_blocks(problem, group, np):
+            pairs = units * pairs_of(block)
+            total, largest = total + times * pairs, max(largest, pairs)
+    return total, largest
+
+
+def pairs_of(block: Block) -> int:
+    """Pairs of one (batch, head) in a block."""
+    queries, keys = block.queries.pairs_axes, block.keys.pairs_axes
+    return queries[-1] * keys[-1] * max(math.prod(queries[:-1]), math.prod(keys[:-1]))
