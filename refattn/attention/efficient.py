@@ -20,18 +20,17 @@ Source: Shen, Zhang, Zhao, Yi, Li 2018, arXiv:1812.01243, section 3.2, with the 
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from refattn.arrays import broadcast_leading, namespace, require_axes, sum_to_shape, to_namespace
+from refattn.arrays import broadcast_leading, namespace, require_axes, to_namespace
 from refattn.contraction import einsum
 from refattn.core.options import per_batch
 from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
 from refattn.normalization import masked_softmax, masked_softmax_backward
-from refattn.records import Counts, Elements, Mutation, Pass, Result
+from refattn.records import Counts, Elements, Pass, Result
 
 __all__ = ["efficient_attention"]
 
@@ -103,11 +102,6 @@ def backward(saved: Any, *, output: Any) -> dict[str, Any]:
     }
 
 
-def _counts(key_lengths: Any, most: int, lead: tuple[int, ...]) -> np.ndarray:
-    counts = np.asarray(most if key_lengths is None else key_lengths)
-    return np.broadcast_to(counts.reshape(lead) if counts.size == math.prod(lead) else counts, lead)
-
-
 def cost(*, b: int = 1, h: int = 1, q: int, k: int, d: int, e: int | None = None) -> Counts:
     """Counts: (q + k) d e multiply-adds a head, twice that backward; linear in the length."""
     e = d if e is None else e
@@ -132,69 +126,11 @@ def example(
     return {"q": normal((b, h, q, d)), "k": normal((b, h, k, d)), "v": normal((b, h, k, e)), **settings}
 
 
-# ---------------------------------------------------------------- how people get it wrong, on plain NumPy
-
-
-def _softmax(x: np.ndarray, axis: int) -> np.ndarray:
-    e = np.exp(x - x.max(axis, keepdims=True, initial=-1e300))
-    return e / np.maximum(e.sum(axis, keepdims=True), 1e-300)
-
-
-def _numpy(a: dict[str, Any], *, q_axis: int = -1, k_axis: int = -2, scale: float = 0.0, lengths: bool = True) -> Any:
-    """Output and its pieces with one thing changed; ``scale``: exponent of d in a factor on the queries."""
-    q, k, v = a["q"] * a["q"].shape[-1] ** scale, a["k"], a["v"]
-    if a.get("key_lengths") is not None:
-        lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-        counts = _counts(a["key_lengths"], k.shape[-2], lead)[..., None, None, None]
-        inside = np.arange(k.shape[-2])[:, None] < counts
-        v = np.where(inside, v, 0.0)
-        k = np.where(inside, k, -1e30 if lengths else 0.0)
-    rho_q, rho_k = _softmax(q, q_axis), _softmax(k, k_axis)
-    context = np.swapaxes(rho_k, -1, -2) @ v
-    return rho_q @ context, rho_q, rho_k, context, v
-
-
-def _forward(**change: Any) -> Callable[[dict[str, Any]], Result | None]:
-    def run(a: dict[str, Any]) -> Result | None:
-        wrong = _numpy(a, **change)[0]
-        return None if np.allclose(wrong, _numpy(a)[0], rtol=0, atol=1e-9) else Result(output=wrong)
-
-    return run
-
-
-def _gradients(drop: str) -> Callable[..., dict[str, Any] | None]:
-    def run(a: dict[str, Any], cotangents: dict[str, Any]) -> dict[str, Any] | None:
-        d = cotangents.get("output")
-        if d is None:
-            return None
-        _, rho_q, rho_k, context, v = _numpy(a)
-        d_q, d_context = d @ np.swapaxes(context, -1, -2), np.swapaxes(rho_q, -1, -2) @ d
-        d_k = v @ np.swapaxes(d_context, -1, -2)
-        row = 0.0 if drop == "channels" else (rho_q * d_q).sum(-1, keepdims=True)
-        column = 0.0 if drop == "positions" else (rho_k * d_k).sum(-2, keepdims=True)
-        found = {"q": rho_q * (d_q - row), "k": rho_k * (d_k - column), "v": rho_k @ d_context}
-        return {n: sum_to_shape(g, a[n].shape) for n, g in found.items()}
-
-    return run
-
-
-mutations = (
-    Mutation("efficient_query_axis", "the queries' softmax runs over positions", forward=_forward(q_axis=-2)),
-    Mutation("efficient_key_axis", "the keys' softmax runs over channels", forward=_forward(k_axis=-1)),
-    Mutation("scale_twice", "the queries are scaled by d**-0.5 first", forward=_forward(scale=-0.5)),
-    Mutation(
-        "tail_unmasked", "padded keys count as zeros in the softmax over positions", forward=_forward(lengths=False)
-    ),
-    Mutation("delta_missing", "the queries' softmax backward lacks its row term", gradients=_gradients("channels")),
-    Mutation("delta_missing", "the keys' softmax backward lacks its column term", gradients=_gradients("positions")),
-)
-
 efficient_attention = mechanism(
     forward,
     backward,
     cost,
     example,
-    mutations=mutations,
     name="efficient_attention",
     equation="output = softmax_channels(q) (softmax_positions(k)^T v)",
     paper="Shen et al. 2018, arXiv:1812.01243, section 3.2",
