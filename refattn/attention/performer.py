@@ -45,7 +45,6 @@ from refattn.attention import linear
 from refattn.contraction import einsum
 from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
-from refattn.mistakes.performer import performer_mutations
 from refattn.records import Counts, Elements, Pass, Result
 
 __all__ = ["orthogonal_features", "performer_attention"]
@@ -286,7 +285,6 @@ performer_attention = mechanism(
     backward,
     cost,
     example,
-    mutations=performer_mutations,
     name="performer_attention",
     equation="output = phi(q) (phi(k)^T v) / (phi(q) . sum_k phi(k)), phi(x) = exp(features x / d^(1/4) - |x|^2 / (2 d^(1/2)))",
     paper="Choromanski et al. 2020, arXiv:2009.14794, sections 2.3 and 2.4",

@@ -1,206 +1,267 @@
-"""The ways people get Performer attention wrong, each as the numbers that the mistake gives.
-
-:class:`Steps` writes the mechanism down once more with its whole (q, k) matrix of weights, in float64, in steps that a mistake
-replaces.  It is right as it stands and shares nothing with the mechanism.
-"""
-
-from typing import Any
+"""How people get Performer attention wrong: the features and their constants; what follows them is linear attention."""
 
 import numpy as np
 
-from refattn.arrays import sum_to_shape
-from refattn.records import Mutation, Result
+from refattn.definitions.performer import Performer, largest
+from refattn.definitions.steps import einsum, step
+from refattn.mistakes.engine import Catalogue
+from refattn.mistakes.linear import catalogue as linear
 
-__all__ = ["performer_mutations"]
-
-Arguments = dict[str, Any]
-
-
-def _t(x: np.ndarray) -> np.ndarray:
-    return np.swapaxes(x, -1, -2)
-
-
-class Steps:
-    """One call on float64 arrays."""
-
-    power = -0.25
-    halved = 1.0  # factor of -|y|^2 / 2
-    query_axes: tuple[int, ...] = (-1,)
-    key_axes: tuple[int, ...] = (-2, -1)
-    past = True
-    constant_sum = constant_length = moving_maximum = False
-
-    def __init__(self, arguments: Arguments) -> None:
-        self.a = arguments
-        self.q, self.k, self.v, self.w = (np.asarray(arguments[n], np.float64) for n in ("q", "k", "v", "features"))
-        self.relu = arguments.get("kernel", "softmax") == "relu"
-        eps = arguments.get("eps")
-        self.eps = (1e-3 if self.relu else 1e-4) if eps is None else eps
-        self.sum_eps = arguments.get("key_sum_eps", 0.0)
-        self.causal = bool(arguments.get("causal", False)) and self.past
-        self.ratio = 1.0 if self.relu else len(self.w) ** -0.5
-
-    def features(self, x: np.ndarray, axes: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-        """phi, its slope in u, y, and where u is largest."""
-        y = x * x.shape[-1] ** self.power
-        u = y @ self.w.T
-        if self.relu:
-            return np.maximum(u, 0.0) + self.eps, 1.0 * (u > 0), y, np.zeros_like(u)
-        top = u.max(axes, keepdims=True)
-        grown = self.ratio * np.exp(u - self.halved * np.sum(y * y, -1, keepdims=True) / 2 - top)
-        return grown + self.ratio * self.eps, grown, y, 1.0 * (u == top)
-
-    def divisor(self) -> np.ndarray:
-        """(..., q, 1)"""
-        return (self.weights.sum(-1) + self.sum_eps * self.phi_q.sum(-1))[..., None]
-
-    def divided(self, total: np.ndarray) -> np.ndarray:
-        empty = self.sum == 0
-        return np.where(empty, 0.0, total / np.where(empty, 1.0, self.sum))
-
-    def forward(self) -> Result:
-        self.phi_q, self.slope_q, self.y_q, self.top_q = self.features(self.q, self.query_axes)
-        self.phi_k, self.slope_k, self.y_k, self.top_k = self.features(self.k, self.key_axes)
-        n_q, n_k = self.q.shape[-2], self.k.shape[-2]
-        self.seen = np.arange(n_q)[:, None] >= np.arange(n_k) if self.causal else np.ones((n_q, n_k), bool)
-        self.weights = np.where(self.seen, self.phi_q @ _t(self.phi_k), 0.0)
-        self.sum = self.divisor()
-        self.output = self.divided(self.weights @ self.v)
-        return Result(output=self.output)
-
-    def backward(self, d_output: np.ndarray) -> dict[str, np.ndarray]:
-        d_total = self.divided(d_output)
-        d_sum = -np.sum(d_total * self.output, -1, keepdims=True) * (not self.constant_sum)
-        d_weights = np.where(self.seen, d_total @ _t(self.v) + d_sum, 0.0)
-        d_q, from_q = self.pulled(
-            d_weights @ self.phi_k + self.sum_eps * d_sum, self.slope_q, self.y_q, self.top_q, (-1,)
-        )
-        d_k, from_k = self.pulled(_t(d_weights) @ self.phi_q, self.slope_k, self.y_k, self.top_k, (-2, -1))
-        found = {"q": d_q, "k": d_k, "v": _t(self.weights) @ d_total, "features": from_q + from_k}
-        return {n: sum_to_shape(g, np.shape(self.a[n])) for n, g in found.items()}
-
-    def pulled(
-        self, d_phi: np.ndarray, slope: np.ndarray, y: np.ndarray, top: np.ndarray, axes: tuple[int, ...]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Cotangents of x and of the features."""
-        d_u = d_phi * slope
-        d_y = 0.0 if self.relu or self.constant_length else -self.halved * d_u.sum(-1, keepdims=True) * y
-        if self.moving_maximum and not self.relu:
-            d_u = d_u - top * d_u.sum(axes, keepdims=True)
-        d_x = (d_u @ self.w + d_y) * y.shape[-1] ** self.power
-        return d_x, (_t(d_u) @ y).reshape(-1, *self.w.shape).sum(0)
+catalogue = Catalogue(
+    Performer,
+    built_on=linear,
+    without=(
+        "no_scale", "scale_default_missing", "eps_drop", "norm_eps_max", "feature_offset", "feature_relu", "features_differ",
+        "feature_grad", "scale_grad", "tail_unmasked", "padding_in_normalizer", "state_drop", "state_transposed",
+        "state_without_last_chunk", "state_cotangent", "initial_state_grad", "norm_start_drop",
+    ),
+)  # fmt: skip
+"""Without the mistakes with arguments of linear attention that are fixed here, or that are this mechanism's own."""
 
 
-# ------------------------------------------------------------------------------------------------ mistakes
+# ---------------------------------------------------------------------------------------------- scale and length
 
 
-class _Multiplies(Steps):
-    def divided(self, total: np.ndarray) -> np.ndarray:
-        return total * self.sum
+@catalogue.mistake(why="The scale of the logits has no obvious place when there are no logits.")
+class no_scale(Performer):
+    """q and k are not divided by d^(1/4)"""
+
+    shrunk = 1.0
 
 
-class _Unscaled(Steps):
-    power = 0.0
+@catalogue.mistake(why="The whole scale is put on both sides.")
+class scale_twice(Performer):
+    """q and k are divided by sqrt(d) each"""
+
+    @step
+    def shrunk(self):
+        return max(1, self.q.shape[-1]) ** -0.5
 
 
-class _Scaled(Steps):
-    power = -0.5
+@catalogue.mistake(why="The random features of a Gaussian kernel have no such term.")
+class performer_length(Performer):
+    """the features lack exp(-|y|^2 / 2)"""
+
+    half_length = 0.0
 
 
-class _NoLength(Steps):
-    halved = 0.0
+@catalogue.mistake(name="performer_length", why="The half is lost.")
+class performer_whole_length(Performer):
+    """the features have exp(-|y|^2) in place of exp(-|y|^2 / 2)"""
+
+    half_length = 1.0
 
 
-class _WholeLength(Steps):
-    halved = 2.0
+@catalogue.mistake(name="performer_length", why="|x|^2 is taken before x is divided by d^(1/4).")
+class performer_unscaled_length(Performer):
+    """the features have exp(-|x|^2 / 2) of the unscaled x"""
+
+    @step
+    def half_length(self):
+        return 0.5 / self.shrunk**2
 
 
-class _MaximumOfEachKey(Steps):
-    key_axes = (-1,)
+# ---------------------------------------------------------------------------------------------- features and constants
 
 
-class _NoEps(Steps):
-    def __init__(self, arguments: Arguments) -> None:
-        super().__init__(arguments)
-        self.eps = 0.0
-
-
-class _NoSumEps(Steps):
-    def __init__(self, arguments: Arguments) -> None:
-        super().__init__(arguments)
-        self.sum_eps = 0.0
-
-
-class _Everything(Steps):
-    past = False
-
-
-class _FinalSum(Steps):
-    """The sum over all keys stands under every row."""
-
-    def divisor(self) -> np.ndarray:
-        return self.phi_q @ (self.phi_k.sum(-2) + self.sum_eps)[..., None]
-
-
-class _OneEpsPerRow(Steps):
-    """The constant is added once to the denominator."""
-
-    def divisor(self) -> np.ndarray:
-        return self.weights.sum(-1, keepdims=True) + self.sum_eps
-
-
-class _ConstantSum(Steps):
-    constant_sum = True
-
-
-class _ConstantLength(Steps):
-    constant_length = True
-
-
-class _MovingMaximum(Steps):
-    moving_maximum = True
-
-
-def _differ(right: Any, wrong: Any) -> bool:
-    return any(not np.allclose(right[n], wrong[n], rtol=1e-9, atol=1e-12, equal_nan=True) for n in wrong)
-
-
-def _mistake(
-    class_: str, says: str, wrong: type[Steps], *, gradients_too: bool = True, forward: bool = True
-) -> Mutation:
-    def mistaken_forward(arguments: Arguments) -> Result | None:
-        with np.errstate(all="ignore"):
-            result, right = wrong(arguments).forward(), Steps(arguments).forward()
-        return result if _differ(right.fields, result.fields) else None
-
-    def gradients(arguments: Arguments, cotangents: dict[str, Any]) -> dict[str, Any] | None:
-        if cotangents.get("output") is None:
-            return None
-        d_output = np.asarray(cotangents["output"], np.float64)
-        with np.errstate(all="ignore"):
-            mistaken, right = wrong(arguments), Steps(arguments)
-            mistaken.forward(), right.forward()
-            found, expected = mistaken.backward(d_output), right.backward(d_output)
-        return found if _differ(expected, found) else None
-
-    return Mutation(
-        class_, says, forward=mistaken_forward if forward else None, gradients=gradients if gradients_too else None
-    )
-
-
-performer_mutations: tuple[Mutation, ...] = (
-    _mistake("norm_recip", "values are multiplied by the sum of weights", _Multiplies, gradients_too=False),
-    _mistake("no_scale", "q and k are not divided by d^(1/4)", _Unscaled),
-    _mistake("scale_twice", "q and k are divided by sqrt(d) each", _Scaled),
-    _mistake("performer_length", "the features lack exp(-|y|^2 / 2)", _NoLength),
-    _mistake("performer_length", "the features have exp(-|y|^2)", _WholeLength),
-    _mistake("performer_key_maximum", "every key has a maximum of its own, which does not cancel", _MaximumOfEachKey),
-    _mistake("eps_drop", "the constant of the features is left out", _NoEps),
-    _mistake("performer_sum_eps", "the constant of the key sum is left out", _NoSumEps),
-    _mistake("performer_sum_eps", "the constant is added once to the denominator", _OneEpsPerRow, gradients_too=False),
-    _mistake("causal_drop", "all keys are seen", _Everything),
-    _mistake("norm_future", "causal rows are divided by the sum over all keys", _FinalSum, gradients_too=False),
-    _mistake("delta_missing", "the sum of weights is a constant in the backward", _ConstantSum, forward=False),
-    _mistake("performer_length_grad", "the backward lacks the term of |y|^2", _ConstantLength, forward=False),
-    _mistake("performer_maximum_grad", "the backward goes through the maximum", _MovingMaximum, forward=False),
+@catalogue.mistake(
+    name="features_differ", why="Each side draws its own random vectors.", variants=[{"places": 1}, {"places": -1}]
 )
+class keys_use_other_rows(Performer):
+    """the keys use the random vectors in another order than the queries (moved on by {places})"""
+
+    places = 1
+
+    @step
+    def key_vectors(self):
+        return np.roll(self.features, self.places, axis=0)
+
+    @step
+    def features_in_keys(self):
+        return np.roll(super().features_in_keys, -self.places, axis=0)
+
+
+@catalogue.mistake(name="features_differ", why="One side negates them, as trigonometric features allow.")
+class keys_use_negated_rows(Performer):
+    """the keys use the negated random vectors"""
+
+    @step
+    def key_vectors(self):
+        return -self.features
+
+    @step
+    def features_in_keys(self):
+        return -super().features_in_keys
+
+
+@catalogue.mistake(why="The random vectors are brought to norm 1, without the lengths drawn for them.")
+class performer_unit_features(Performer):
+    """the random vectors are normalised to length sqrt(d)"""
+
+    @step
+    def lengths(self):
+        return np.sqrt((self.features**2).sum(-1, keepdims=True)) / max(1, self.features.shape[-1]) ** 0.5
+
+    @step
+    def query_vectors(self):
+        return self.features / self.lengths
+
+    @step
+    def key_vectors(self):
+        return self.features / self.lengths
+
+    @step
+    def d_features(self):
+        d = super().d_features / self.lengths
+        unit = self.features / np.sqrt((self.features**2).sum(-1, keepdims=True))
+        return d - unit * (unit * d).sum(-1, keepdims=True)
+
+
+@catalogue.mistake(why="Queries have a maximum of their own, so keys get one too.")
+class performer_key_maximum(Performer):
+    """every key has a maximum of its own, which does not cancel"""
+
+    @step
+    def largest_k(self):
+        return largest(self.u_k, (-1,))
+
+
+@catalogue.mistake(name="performer_key_maximum", why="The maximum is taken over the whole tensor.")
+class performer_batch_maximum(Performer):
+    """the keys' maximum runs over batch and heads too, which shows through eps"""
+
+    @step
+    def largest_k(self):
+        return largest(self.u_k, tuple(range(self.u_k.ndim)))
+
+
+@catalogue.mistake(why="exp without a maximum passes every test whose inputs are small.")
+class unshifted_softmax(Performer):
+    """no maximum is subtracted in the features, which shows through eps"""
+
+    @step
+    def largest_q(self):
+        return np.zeros_like(super().largest_q)
+
+    @step
+    def largest_k(self):
+        return np.zeros_like(super().largest_k)
+
+
+@catalogue.mistake(why="It looks like a guard against 0.")
+class eps_drop(Performer):
+    """the constant of the features is left out"""
+
+    eps = 0.0
+
+
+@catalogue.mistake(name="eps_drop", why="The constant is added after the factor N^(-1/2), as in some code.")
+class performer_eps_outside(Performer):
+    """the constant is added to the features after their factor N^(-1/2)"""
+
+    @step
+    def phi_q(self):
+        return self.grown_q + self.eps
+
+    @step
+    def phi_k(self):
+        return self.grown_k + self.eps
+
+
+@catalogue.mistake(why="A second constant beside eps goes unnoticed.")
+class performer_sum_eps(Performer):
+    """the constant of the key sum is left out"""
+
+    key_sum_eps = 0.0
+
+
+@catalogue.mistake(
+    name="performer_sum_eps", why="The constant is added to the denominator in place of the sum of keys."
+)
+class performer_sum_eps_once(Performer):
+    """the constant is added once to the denominator"""
+
+    @step
+    def attention(self):
+        given = {
+            "q": self.phi_q,
+            "k": self.phi_k,
+            "v": self.v,
+            "causal": self.causal,
+            "normalize_eps": self.key_sum_eps,
+        }
+        return self.begin(self.inner, given | {"feature_map": "identity", "scale": 1.0})
+
+
+@catalogue.mistake(why="The rectified kernel is the default of some code.")
+class performer_kernel(Performer):
+    """rectified features in place of the exponential ones, or the reverse"""
+
+    @step
+    def kernel(self):
+        return "softmax" if self.argument("kernel") == "relu" else "relu"
+
+
+# ---------------------------------------------------------------------------------------------- gradients
+
+
+@catalogue.mistake(sides=("backward",), why="|y|^2 is computed under no_grad together with the maximum.")
+class performer_length_grad(Performer):
+    """the backward lacks the term of |y|^2"""
+
+    length_in_q = 0.0
+    length_in_k = 0.0
+
+
+@catalogue.mistake(sides=("backward",), why="The maximum is not detached.")
+class performer_maximum_grad(Performer):
+    """the backward goes through the maximum"""
+
+    @step
+    def moved_q(self):
+        return through_maximum(super().d_u_q, self.u_q, self.largest_q, (-1,), self.kernel)
+
+    @step
+    def moved_k(self):
+        return through_maximum(super().d_u_k, self.u_k, self.largest_k, (-2, -1), self.kernel)
+
+    @step
+    def d_q(self):
+        return self.shrunk * (einsum("...qn,nd->...qd", self.moved_q, self.query_vectors) + self.length_in_q)
+
+    @step
+    def d_k(self):
+        return self.shrunk * (einsum("...kn,nd->...kd", self.moved_k, self.key_vectors) + self.length_in_k)
+
+    @step
+    def features_in_queries(self):
+        return einsum("...qn,...qd->nd", self.moved_q, self.y_q)
+
+    @step
+    def features_in_keys(self):
+        return einsum("...kn,...kd->nd", self.moved_k, self.y_k)
+
+
+@catalogue.mistake(sides=("backward",), why="Random vectors are buffers in most code.")
+class gradient_absent(Performer):
+    """the random vectors get no gradient"""
+
+    @step
+    def d_features(self):
+        return np.zeros_like(super().d_features)
+
+
+@catalogue.mistake(
+    name="grad_subset", sides=("backward",), why="Two calls of one feature map, one of them under no_grad."
+)
+class features_from_keys_alone(Performer):
+    """the random vectors learn from the keys alone"""
+
+    features_in_queries = 0.0
+
+
+def through_maximum(d_u, u, top, axes, kernel):
+    """Minus what all entries send to the largest one."""
+    if kernel == "relu":
+        return d_u
+    return d_u - (u == top) * d_u.sum(axes, keepdims=True)
