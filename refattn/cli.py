@@ -302,10 +302,10 @@ def _discover(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace) -> int:
     import refattn
 
-    rows = [(m.name, m.equation) for m in refattn.mechanisms.values()]
-    return _print(
-        arguments, {"mechanisms": [{"name": n, "equation": e} for n, e in rows]}, _columns(rows) if rows else []
-    )
+    found = list(refattn.mechanisms.values())
+    rows = [(m.name, m.title) for m in found]
+    data = [{"name": m.name, "title": m.title, "equation": m.equation} for m in found]
+    return _print(arguments, {"mechanisms": data}, _columns(rows) if rows else [])
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -331,7 +331,7 @@ def _show(arguments: argparse.Namespace) -> int:
         "mutations": [{"class": n, "says": says} for n, says in mutations],
     }
     indent = "  {}".format
-    text = [mechanism.name, "", indent(mechanism.equation), "", f"paper: {mechanism.paper}"]
+    text = [mechanism.name, "", *map(indent, mechanism.equation.splitlines()), "", f"paper: {mechanism.paper}"]
     text += [f"arrays: {', '.join(positional)}", f"differentiable: {', '.join(mechanism.differentiable)}"]
     text += [f"results that take a cotangent: {', '.join(mechanism.outputs)}"]
     text += ["", "axes", *map(indent, _columns(list(mechanism.axes.items())))]

@@ -13,6 +13,7 @@ dtype, rounding of the results to the dtype of the inputs, adjoints of broadcast
 import difflib
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from refattn import arrays
+from refattn.described import described
 from refattn.records import Cost, Counts, Mutation, Result
 
 __all__ = ["Function", "Mechanism", "function", "mechanism", "mechanisms"]
@@ -294,13 +296,29 @@ def _named_dtype(compute: Any, xp: Any) -> Any:
 
 
 class Mechanism(Function):
-    """An attention mechanism: a Function with a definition, a cost, an example and its known mistakes."""
+    """An attention mechanism: a Function with a definition, a cost, an example and its known mistakes.
 
-    probe_options: Sequence[Mapping[str, Any]] = ()
-    """Option sets that the verifier probes beside the general ones; see ``refattn.verification.probes``."""
+    Its definition is ``definition`` of refattn/definitions/<the same file>, its mistakes ``catalogue`` of
+    refattn/mistakes/<the same file>, both loaded when they are first asked for, unless they are given.
 
-    margin: Callable[[dict[str, Any]], float] | None = None
-    """For mechanisms that choose: how far the closest choice of a call is from another one, relative to what is compared."""
+    Parameters
+    ----------
+    forward, backward : callable
+        The mathematics, as for :class:`Function`.
+    cost : callable
+        ``cost(*, b=1, h=1, q, k, ..., option=...)`` -> Counts.
+    example : callable
+        ``example(rng, *, b=2, ..., **options)`` -> valid keyword arguments.
+    name : str
+    probes : sequence of dict
+        Option sets that the verifier probes beside the general ones; see ``refattn.verification.probes``.
+    margin : callable, optional
+        For mechanisms that choose: how far the closest choice of a call is from another one, relative to what is compared.
+    equation, paper, axes
+        Left out: from the docstring of the forward's module (``refattn.described``).
+    **options
+        As for :class:`Function`.
+    """
 
     def __init__(
         self,
@@ -312,13 +330,22 @@ class Mechanism(Function):
         definition: Any = None,
         mutations: Any = None,
         name: str,
-        equation: str,
-        paper: str,
-        axes: Mapping[str, str],
+        probes: Sequence[Mapping[str, Any]] = (),
+        margin: Callable[[dict[str, Any]], float] | None = None,
+        equation: str | None = None,
+        paper: str | None = None,
+        axes: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(forward, backward, name=name, **options)
-        self.equation, self.paper, self.axes = equation, paper, MappingProxyType(dict(axes))
+        self.title = name
+        if equation is None or paper is None or axes is None:
+            module = sys.modules[forward.__module__]
+            if sys.flags.optimize < 2:  # which takes docstrings away
+                says = described(module.__name__, module.__doc__)
+                equation, paper, axes, self.title = says.equation, says.paper, says.axes, says.title
+        self.equation, self.paper, self.axes = equation or "", paper or "", MappingProxyType(dict(axes or {}))
+        self.probe_options, self.margin = tuple(probes), margin
         self._cost, self._example = cost, example
         edits = hasattr(mutations, "mutations")
         self._catalogue, self._mutations = (mutations, None) if edits else (None, mutations)
@@ -373,7 +400,7 @@ class Mechanism(Function):
                 raise TypeError(f"{self.name}.cost has no size or option {name!r}{hint}")
         missing = [n for n in named if parameters[n].default is inspect.Parameter.empty and n not in sizes]
         if missing:
-            raise TypeError(f"{self.name}.cost: {', '.join(sorted(missing))} is missing")
+            raise TypeError(f"{self.name}.cost: {', '.join(map(repr, sorted(missing)))} is missing")
         counted = sizes if len(named) < len(parameters) else {n: x for n, x in sizes.items() if n in named}
         return self._cost(**counted).cost(size, direction, recompute)
 

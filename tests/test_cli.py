@@ -216,7 +216,12 @@ def test_list_and_show(capsys):
     for name, mechanism in ra.mechanisms.items():
         assert cli.main(["show", name]) == 0
         text = capsys.readouterr().out
-        for part in (mechanism.equation, mechanism.paper, *mechanism.axes, *(m.class_ for m in mechanism.mutations)):
+        for part in (
+            *mechanism.equation.splitlines(),
+            mechanism.paper,
+            *mechanism.axes,
+            *(m.class_ for m in mechanism.mutations),
+        ):
             assert part in text
     assert cli.main(["show", NAME, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

@@ -1,6 +1,7 @@
 """The Function object: binding, dtypes, namespaces, broadcasting adjoints, cotangents; the registry."""
 
 import inspect
+import re
 
 import array_api_strict
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 import refattn as ra
+from refattn.described import described
 from refattn.mechanism import Mechanism, function, mechanism
 from refattn.records import Cost, Mutation, Result
 
@@ -189,9 +191,10 @@ def test_every_mechanism_has_what_the_contract_names(name):
     assert isinstance(m, Mechanism)
     assert m.name == name
     assert getattr(ra, name) is m
-    assert m.equation
-    assert m.paper
+    assert "output" in m.equation
+    assert re.search(r"20\d\d, .*arXiv:", m.paper)
     assert m.axes
+    assert all(len(letter) == 1 and text for letter, text in m.axes.items())
     assert m.differentiable
     assert m.mutations
     assert all(isinstance(x, Mutation) and (x.forward or x.gradients) and x.says for x in m.mutations)
@@ -215,3 +218,45 @@ def test_costs_add_up():
     total = Cost(multiplies=2, elementwise=3, peak_bytes=5) + Cost(multiplies=1, peak_bytes=9)
     assert total == Cost(multiplies=3, elementwise=3, peak_bytes=9)
     assert total.flops == 9
+
+
+DOCSTRING = """Squares: every number times itself.
+
+    output[h,q] = x[h,q] x[h,q]
+        + 0
+
+======  ==================  =====
+letter  axis                where
+======  ==================  =====
+...     any batch axes      x
+h       head                x
+q, k    query, key          x
+i, j    position; both of   x
+        one sequence
+======  ==================  =====
+
+Source: Someone 1999, arXiv:0000.00000, section 1.  Not this.
+"""
+
+
+def test_a_docstring_says_what_the_mechanism_is():
+    says = described("here", DOCSTRING)
+    assert says.title == "Squares: every number times itself."
+    assert says.equation == "output[h,q] = x[h,q] x[h,q]\n    + 0"
+    assert says.paper == "Someone 1999, arXiv:0000.00000, section 1"
+    both = "position; both of one sequence"
+    assert dict(says.axes) == {"h": "head", "q": "query", "k": "key", "i": both, "j": both}
+
+
+@pytest.mark.parametrize(
+    "text, part",
+    [
+        (None, "title: expected a first line"),
+        (DOCSTRING.replace("    ", ""), "equation: expected an indented equation"),
+        (DOCSTRING.replace("letter", "column"), "axes: expected a table of axes"),
+        (DOCSTRING.replace("Source", "From"), "paper: expected a paragraph"),
+    ],
+)
+def test_a_docstring_without_a_part_is_named_with_it(text, part):
+    with pytest.raises(ValueError, match=f"the docstring of refattn.here has no {part}"):
+        described("refattn.here", text)

@@ -19,6 +19,7 @@ FLOORS = [
     ["arrays"],
     ["records"],
     ["backends"],
+    ["described"],
     ["mechanism"],
     ["contraction"],
     ["normalization"],

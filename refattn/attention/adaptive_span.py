@@ -568,6 +568,29 @@ def example(
     return {**found, **settings}
 
 
+_PROBES = (
+    {
+        "says": "spans of whole tokens: both ends of the ramp are hit",
+        "h": 3,
+        "q": 5,
+        "k": 17,
+        "span": np.array([4.0, 0.0, 7.0]),
+        "ramp": 3.0,
+        "max_span": 12,
+    },
+    {
+        "says": "a short history: the first queries reach back beyond the first key",
+        "h": 3,
+        "q": 14,
+        "k": 17,
+        "span": np.array([2.5, 9.25, 6.0]),
+        "ramp": 2.0,
+        "max_span": 11,
+    },
+    {"says": "persistent slots", "h": 3, "q": 6, "k": 19, "n": 2, "ramp": 2.5},
+    {"says": "the released form", "h": 3, "q": 6, "k": 19, "distance_origin": 0, "renormalize_eps": 1e-3, "ramp": 2.5},
+)
+
 adaptive_span_attention = mechanism(
     forward,
     backward,
@@ -575,32 +598,10 @@ adaptive_span_attention = mechanism(
     example,
     mutations=adaptive_span_mutations,
     name="adaptive_span_attention",
-    equation="output = sum_n ramp_n exp(logits_n) v_n / sum_n ramp_n exp(logits_n), ramp = clip((R + span - distance) / R, 0, 1)",
-    paper="Sukhbaatar et al. 2019, arXiv:1905.07799, section 2",
-    axes={
-        "h": "head",
-        "q": "query position",
-        "k": "key position",
-        "d": "channel",
-        "e": "value channel",
-        "n": "distance or slot",
-    },
     differentiable=("q", "k", "v", "span", "key_positions", "persistent_keys", "persistent_values", "scale"),
     outputs=("output", "lse"),
+    probes=_PROBES,
 )
-
-adaptive_span_attention.probe_options = (
-    {
-        "says": "spans of whole tokens: both ends of the ramp are hit",
-        "h": 3, "q": 5, "k": 17, "span": np.array([4.0, 0.0, 7.0]), "ramp": 3.0, "max_span": 12,
-    },
-    {
-        "says": "a short history: the first queries reach back beyond the first key",
-        "h": 3, "q": 14, "k": 17, "span": np.array([2.5, 9.25, 6.0]), "ramp": 2.0, "max_span": 11,
-    },
-    {"says": "persistent slots", "h": 3, "q": 6, "k": 19, "n": 2, "ramp": 2.5},
-    {"says": "the released form", "h": 3, "q": 6, "k": 19, "distance_origin": 0, "renormalize_eps": 1e-3, "ramp": 2.5},
-)  # fmt: skip
 
 
 def _penalty_forward(span: Any, *, coefficient: float, max_span: int) -> tuple[Result, Any]:

@@ -1,19 +1,19 @@
-r"""BigBird attention: every block of queries sees its neighbours, a few global blocks and some blocks drawn at random.
+"""BigBird attention: every block of queries sees its neighbours, a few global blocks and some blocks drawn at random.
 
     output[h,i,e] = sum_j exp(logits[h,i,j] - lse[h,i]) v[h,j,e]        logits = scale q k^T, where with u = i // block, w = j // block
 
     |u - w| <= window_blocks,   or u or w among the first and last global blocks,   or w in random_blocks[h,u]
 
-======  ==========================================  =========================
+======= ==========================================  =========================
 letter  axis                                        where
-======  ==========================================  =========================
+======= ==========================================  =========================
 ...     any batch axes, broadcast as in matmul      q, k, v, output, lse
 h       head                                        all
 t, i, j position, of queries and keys alike         q, k, v, output, lse
 n, u, w block, n = ceil(t / block)                  random_blocks
 r       random blocks of a row of blocks            random_blocks
 d, e    query/key channel, value channel            q, k; v, output
-======  ==========================================  =========================
+======= ==========================================  =========================
 
 Conventions: one softmax over the set of all these keys, so a block that is random and near, or drawn twice, counts once; the
 window does not wrap around; the last block may be short.  Work and memory are linear in t.
@@ -410,6 +410,41 @@ bigbird_mutations = (
     _mistake("bigbird_global", "only the first blocks are global", lambda a: {"global_blocks": (a["global_blocks"][0], 0)}),
 )  # fmt: skip
 
+_PROBES = (
+    {"t": 64, "block": 4, "r": 3, "says": "three random blocks for each row, another set for each head"},
+    {
+        "t": 37,
+        "block": 5,
+        "r": 1,
+        "global_blocks": (1, 0),
+        "says": "a short last block, global blocks at the start alone",
+    },
+    {
+        "t": 30,
+        "block": 3,
+        "r": 2,
+        "window_blocks": 2,
+        "global_blocks": (2, 1),
+        "says": "two neighbours, two global blocks",
+    },
+    {
+        "t": 40,
+        "b": 2,
+        "block": 4,
+        "query_lengths": (40, 23),
+        "key_lengths": (40, 23),
+        "says": "padded positions, in the last global block too",
+    },
+    {
+        "t": 33,
+        "block": 4,
+        "r": 0,
+        "global_blocks": (0, 0),
+        "scale": 0.3,
+        "says": "the window alone, a scale of one's own",
+    },
+)
+
 bigbird_attention = mechanism(
     forward,
     backward,
@@ -417,19 +452,7 @@ bigbird_attention = mechanism(
     example,
     mutations=(*bigbird_mutations, *mutations_for(_as_dense, exclude=("pattern_drop",))),
     name="bigbird_attention",
-    equation="output = softmax(scale * q k^T, over near, global and random blocks) v",
-    paper="Zaheer et al. 2020, arXiv:2007.14062, section 2 and appendix D",
-    axes={"h": "head", "t": "position", "n": "block", "r": "random block", "d": "channel", "e": "value channel"},
     differentiable=("q", "k", "v", "scale"),
     outputs=("output", "lse"),
+    probes=_PROBES,
 )
-bigbird_attention.probe_options = (
-    {"t": 64, "block": 4, "r": 3, "says": "three random blocks for each row, another set for each head"},
-    {"t": 37, "block": 5, "r": 1, "global_blocks": (1, 0), "says": "a short last block, global blocks at the start alone"},
-    {"t": 30, "block": 3, "r": 2, "window_blocks": 2, "global_blocks": (2, 1), "says": "two neighbours, two global blocks"},
-    {
-        "t": 40, "b": 2, "block": 4, "query_lengths": (40, 23), "key_lengths": (40, 23),
-        "says": "padded positions, in the last global block too",
-    },
-    {"t": 33, "block": 4, "r": 0, "global_blocks": (0, 0), "scale": 0.3, "says": "the window alone, a scale of one's own"},
-)  # fmt: skip

@@ -235,6 +235,12 @@ def example(
     return {**arrays, **weights, **own, **more, **settings}
 
 
+_PROBES = (
+    {"compressed_positions": "span_end", "rate": 3, "says": "a compressed row stands at the end of its span"},
+    {"compressed_positions": "span_mid", "rate": 4, "says": "a compressed row stands in the middle of its span"},
+    {"q": 2, "k": 9, "n": 1, "says": "a memory longer than segment and compressed rows"},
+)
+
 compressive_attention = mechanism(
     forward,
     backward,
@@ -242,21 +248,7 @@ compressive_attention = mechanism(
     example,
     mutations=compressive_mutations,
     name="compressive_attention",
-    equation="output = softmax(scale * ((q + u) k^T + shift((q + w) r^T)), where visible) v w_o over [compressed, memory, x]",
-    paper="Rae et al. 2019, arXiv:1911.05507, section 3 and algorithm 1",
-    axes={
-        "q": "position in the segment",
-        "k": "row of a memory or of the context",
-        "m": "model channel",
-        "h": "head",
-        "d": "channel",
-        "e": "value channel",
-    },
     differentiable=("x", "memory", "compressed", "w_q", "w_k", "w_v", "w_o", "r", "u", "w", "bias", "scale"),
     outputs=("output", "lse"),
-)
-compressive_attention.probe_options = (
-    {"compressed_positions": "span_end", "rate": 3, "says": "a compressed row stands at the end of its span"},
-    {"compressed_positions": "span_mid", "rate": 4, "says": "a compressed row stands in the middle of its span"},
-    {"q": 2, "k": 9, "n": 1, "says": "a memory longer than segment and compressed rows"},
+    probes=_PROBES,
 )

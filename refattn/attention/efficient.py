@@ -126,18 +126,17 @@ def example(
     return {"q": normal((b, h, q, d)), "k": normal((b, h, k, d)), "v": normal((b, h, k, e)), **settings}
 
 
+_PROBES = (
+    {"q": 9, "k": 15, "b": 2, "key_lengths": (15, 6), "says": "padded keys"},
+    {"q": 4, "k": 6, "b": 2, "key_lengths": (0, 6), "says": "a batch entry without keys"},
+)
+
 efficient_attention = mechanism(
     forward,
     backward,
     cost,
     example,
     name="efficient_attention",
-    equation="output = softmax_channels(q) (softmax_positions(k)^T v)",
-    paper="Shen et al. 2018, arXiv:1812.01243, section 3.2",
-    axes={"h": "head", "q": "query position", "k": "key position", "d": "channel", "e": "value channel"},
     differentiable=("q", "k", "v"),
-)
-efficient_attention.probe_options = (
-    {"q": 9, "k": 15, "b": 2, "key_lengths": (15, 6), "says": "padded keys"},
-    {"q": 4, "k": 6, "b": 2, "key_lengths": (0, 6), "says": "a batch entry without keys"},
+    probes=_PROBES,
 )

@@ -683,6 +683,22 @@ etc_mutations = (
     ),
 )
 
+_PROBES = (
+    {"t": 27, "n": 4, "p": 0, "radius": 3, "says": "no labels"},
+    {
+        "t": 21,
+        "n": 2,
+        "p": 5,
+        "radius": 6,
+        "clip": 2,
+        "scale": 0.3,
+        "says": "distances beyond the clip, a scale of one's own",
+    },
+    {"t": 19, "n": 3, "long_mask": True, "global_mask": True, "says": "masks of the three pieces with global tokens"},
+    {"t": 17, "n": 4, "b": 2, "lengths": (17, 9), "global_lengths": (4, 2), "says": "padded long and global tokens"},
+    {"t": 5, "n": 2, "radius": 9, "says": "a radius beyond the sequence"},
+)
+
 etc_attention = mechanism(
     forward,
     backward,
@@ -690,24 +706,8 @@ etc_attention = mechanism(
     example,
     mutations=etc_mutations,
     name="etc_attention",
-    equation="output = softmax(scale q (k + label)^T, over a window and the global tokens) v; global rows: over everything",
-    paper="Ainslie et al. 2020, arXiv:2004.08483, Global-Local Attention",
-    axes={
-        "h": "head",
-        "t": "long position",
-        "n": "global position",
-        "p": "label",
-        "d": "channel",
-        "e": "value channel",
-    },
     differentiable=("q", "k", "v", "q_global", "k_global", "v_global", "labels", "scale"),
     outputs=("output", "output_global"),
     storage=("output", "output_global"),
+    probes=_PROBES,
 )
-etc_attention.probe_options = (
-    {"t": 27, "n": 4, "p": 0, "radius": 3, "says": "no labels"},
-    {"t": 21, "n": 2, "p": 5, "radius": 6, "clip": 2, "scale": 0.3, "says": "distances beyond the clip, a scale of one's own"},
-    {"t": 19, "n": 3, "long_mask": True, "global_mask": True, "says": "masks of the three pieces with global tokens"},
-    {"t": 17, "n": 4, "b": 2, "lengths": (17, 9), "global_lengths": (4, 2), "says": "padded long and global tokens"},
-    {"t": 5, "n": 2, "radius": 9, "says": "a radius beyond the sequence"},
-)  # fmt: skip

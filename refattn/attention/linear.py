@@ -386,19 +386,7 @@ def example(
     return given
 
 
-linear_attention = mechanism(
-    forward,
-    backward,
-    cost,
-    example,
-    name="linear_attention",
-    equation="output = phi(q) (state + phi(k)^T v) / (phi(q) . (normalizer + sum_k phi(k)))",
-    paper="Katharopoulos, Vyas, Pappas, Fleuret 2020, arXiv:2006.16236, sections 3.2 and 3.3",
-    axes={"h": "head", "q": "query position", "k": "key position", "d": "channel", "e": "value channel"},
-    differentiable=("q", "k", "v", "scale", "state", "normalizer"),
-    outputs=("output", "state", "normalizer"),
-)
-linear_attention.probe_options = (
+_PROBES = (
     {"q": 21, "k": 21, "causal": True, "says": "causal: query i sees the keys up to its own"},
     {"q": 70, "k": 70, "causal": True, "form": "chunked", "chunk": 16, "says": "pieces of 16 do not divide 70"},
     {"q": 19, "k": 19, "causal": True, "state": True, "normalizer": True, "says": "a state to start from"},
@@ -406,4 +394,15 @@ linear_attention.probe_options = (
     {"q": 17, "k": 17, "causal": True, "feature_map": "identity", "normalize": False, "says": "plain sums, scaled"},
     {"q": 9, "k": 15, "b": 2, "key_lengths": (15, 6), "says": "padded keys"},
     {"q": 9, "k": 15, "normalize_eps": 0.5, "scale": 0.3, "says": "a constant added to the sum of weights"},
+)
+
+linear_attention = mechanism(
+    forward,
+    backward,
+    cost,
+    example,
+    name="linear_attention",
+    differentiable=("q", "k", "v", "scale", "state", "normalizer"),
+    outputs=("output", "state", "normalizer"),
+    probes=_PROBES,
 )

@@ -204,6 +204,11 @@ mutations = (
     Mutation("linformer_grad", "the projections get no gradient", gradients=_gradients(projected=False)),
 )
 
+_PROBES = (
+    {"q": 21, "k": 34, "n": 13, "scale": 0.3, "says": "13 rows for 34 positions, a scale of one's own"},
+    {"q": 5, "k": 8, "n": 1, "says": "one row: every weight is 1"},
+)
+
 linformer_attention = mechanism(
     forward,
     backward,
@@ -211,19 +216,6 @@ linformer_attention = mechanism(
     example,
     mutations=mutations,
     name="linformer_attention",
-    equation="output = softmax(scale q (e_k^T k)^T) (e_v^T v)",
-    paper="Wang et al. 2020, arXiv:2006.04768, section 4",
-    axes={
-        "h": "head",
-        "q": "query position",
-        "k": "key position",
-        "n": "projected row",
-        "d": "channel",
-        "e": "value channel",
-    },
     differentiable=("q", "k", "v", "e_k", "e_v", "scale"),
-)
-linformer_attention.probe_options = (
-    {"q": 21, "k": 34, "n": 13, "scale": 0.3, "says": "13 rows for 34 positions, a scale of one's own"},
-    {"q": 5, "k": 8, "n": 1, "says": "one row: every weight is 1"},
+    probes=_PROBES,
 )

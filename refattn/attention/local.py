@@ -1,19 +1,19 @@
-r"""Local attention: every query sees the keys near it, by blocks or by exact distance.
+"""Local attention: every query sees the keys near it, by blocks or by exact distance.
 
     output[h,i,e] = sum_j exp(logits[h,i,j] - lse[h,i]) * v[g(h),j,e]         logits = scale * q k^T and the shared terms
 
     blocks:  j with  i // block - look_backward <= j // block <= i // block + look_forward
     exact:   j with  i - block * look_backward <= j <= i + block * look_forward
 
-======  ==========================================  ==================
+======= ==========================================  ==================
 letter  axis                                        where
-======  ==========================================  ==================
+======= ==========================================  ==================
 ...     any batch axes, broadcast as in matmul      all
 h       query head                                  q, output, lse
 g       key head, h a multiple of g                 k, v
 t, i, j position, of queries and keys alike         all
 d, e    query/key channel, value channel            q, k; v, output
-======  ==========================================  ==================
+======= ==========================================  ==================
 
 Conventions: the sequence does not wrap around and is not padded; the last block may be short; with ``exact`` the query
 itself always counts; ``causal`` takes the future away from either form.  Work and memory are linear in t.
@@ -243,21 +243,7 @@ def example(
     return {"q": normal((b, h, t, d)), "k": normal((b, g, t, d)), "v": normal((b, g, t, e)), "block": block, **settings}
 
 
-local_attention = mechanism(
-    forward,
-    backward,
-    cost,
-    example,
-    mutations=local_mutations,
-    name="local_attention",
-    equation="output = softmax(scale * q k^T + bias, over the keys nearby) v",
-    paper="Parmar et al. 2018, arXiv:1802.05751, section 4",
-    axes={"h": "query head", "g": "key head", "t": "position", "d": "channel", "e": "value channel"},
-    differentiable=("q", "k", "v", *options.DIFFERENTIABLE),
-    outputs=("output", "lse"),
-)
-
-local_attention.probe_options = (
+_PROBES = (
     {
         "t": 29,
         "block": 4,
@@ -269,4 +255,16 @@ local_attention.probe_options = (
     {"t": 30, "block": 4, "look_backward": 2, "look_forward": 1, "exact": True, "says": "distances on both sides"},
     {"t": 26, "block": 3, "exact": True, "causal": True, "says": "distances, causal"},
     {"t": 9, "block": 16, "says": "a sequence shorter than a block"},
+)
+
+local_attention = mechanism(
+    forward,
+    backward,
+    cost,
+    example,
+    mutations=local_mutations,
+    name="local_attention",
+    differentiable=("q", "k", "v", *options.DIFFERENTIABLE),
+    outputs=("output", "lse"),
+    probes=_PROBES,
 )

@@ -1,17 +1,17 @@
-r"""Longformer attention: a window around every token, and a few global tokens that all see and that see all.
+"""Longformer attention: a window around every token, and a few global tokens that all see and that see all.
 
     local row i:    output[h,i,e] = sum_j softmax_j(scale q[h,i] . k[h,j]) v[h,j,e]      over i - left <= j <= i + right, and global j
     global row i:   output[h,i,e] = sum_j softmax_j(scale qg[h,i] . kg[h,j]) vg[h,j,e]   over all j
 
-======  ==================================================  =====================================
+======= ==================================================  =====================================
 letter  axis                                                where
-======  ==================================================  =====================================
+======= ==================================================  =====================================
 ...     any batch axes, broadcast as in matmul              all
 h       head                                                q, k, v, the global arrays, output
 t, i, j position, of queries and keys alike                 all
 n       global tokens of a batch entry                      (found from ``global_tokens``)
 d, e    query/key channel, value channel                    q, k; v, output
-======  ==================================================  =====================================
+======= ==================================================  =====================================
 
 Conventions: each row is one softmax; a local row reads global keys through its own local arrays, a key that is global and in
 the window counts once; keys beyond ``key_lengths`` are seen by nobody, global ones included.  Work and memory are linear in t
@@ -490,6 +490,35 @@ mutations = (
     _mistake("global_grad_drop", "global keys get none from local rows", forward=False, pull={"columns_pull": False}),
 )
 
+_PROBES = (
+    {"t": 29, "n": 0, "window": (3, 3), "says": "no global tokens"},
+    {
+        "t": 31,
+        "n": 3,
+        "window": (4, 2),
+        "scale": 0.3,
+        "says": "an uneven window, three global tokens, a scale of one's own",
+    },
+    {
+        "t": 23,
+        "n": 2,
+        "q_global": None,
+        "k_global": None,
+        "v_global": None,
+        "says": "global tokens by the local arrays",
+    },
+    {
+        "t": 26,
+        "b": 2,
+        "n": 3,
+        "query_lengths": (26, 17),
+        "key_lengths": (26, 17),
+        "align": "upper_left",
+        "says": "padded positions, global tokens among them",
+    },
+    {"t": 9, "n": 1, "window": (20, 20), "says": "a window longer than the sequence"},
+)
+
 longformer_attention = mechanism(
     forward,
     backward,
@@ -497,18 +526,6 @@ longformer_attention = mechanism(
     example,
     mutations=mutations,
     name="longformer_attention",
-    equation="output = softmax(scale q k^T, over a window and the global tokens) v; global rows: over all, by their own arrays",
-    paper="Beltagy, Peters, Cohan 2020, arXiv:2004.05150, section 3.1",
-    axes={"h": "head", "t": "position", "d": "channel", "e": "value channel", "n": "global tokens"},
     differentiable=("q", "k", "v", "q_global", "k_global", "v_global", "scale"),
+    probes=_PROBES,
 )
-longformer_attention.probe_options = (
-    {"t": 29, "n": 0, "window": (3, 3), "says": "no global tokens"},
-    {"t": 31, "n": 3, "window": (4, 2), "scale": 0.3, "says": "an uneven window, three global tokens, a scale of one's own"},
-    {"t": 23, "n": 2, "q_global": None, "k_global": None, "v_global": None, "says": "global tokens by the local arrays"},
-    {
-        "t": 26, "b": 2, "n": 3, "query_lengths": (26, 17), "key_lengths": (26, 17), "align": "upper_left",
-        "says": "padded positions, global tokens among them",
-    },
-    {"t": 9, "n": 1, "window": (20, 20), "says": "a window longer than the sequence"},
-)  # fmt: skip

@@ -16,7 +16,7 @@ letter  axis                                                where
 ...     any batch axes                                      all
 h       head                                                all
 t       position                                            qk, v, output, lse, buckets
-i, j    position as query, as key                           logits
+i, j    position as query, position as key                  logits
 d, e    query/key channel, value channel                    qk; v, output
 s       hash round                                          rotations, buckets
 n       half the buckets (of every factor, side by side)    rotations
@@ -753,28 +753,7 @@ def _margin(x: np.ndarray, rotations: np.ndarray, factors: tuple[int, ...]) -> n
     return lead
 
 
-lsh_attention = mechanism(
-    forward,
-    backward,
-    cost,
-    example,
-    mutations=lsh_mutations,
-    name="lsh_attention",
-    equation="output = softmax(scale * q k^T, over the keys in the query's bucket and window in some hash round) v",
-    paper="Kitaev, Kaiser, Levskaya 2020, arXiv:2001.04451, section 2",
-    axes={
-        "h": "head",
-        "t": "position",
-        "d": "channel",
-        "e": "value channel",
-        "s": "hash round",
-        "n": "half the buckets",
-    },
-    differentiable=("qk", "v", "scale"),
-    floating=("rotations",),
-    outputs=("output", "lse"),
-)
-lsh_attention.probe_options = (
+_PROBES = (
     {"t": 24, "hashes": 3, "causal": True, "says": "causal, three rounds: pairs that meet twice count once"},
     {"t": 24, "hashes": 3, "duplicates": "multiset", "says": "pairs that meet twice count twice"},
     {
@@ -797,4 +776,17 @@ lsh_attention.probe_options = (
     {"t": 24, "self_attention": "never", "causal": True, "says": "rows that see nobody are empty"},
     {"t": 24, "b": 2, "mask": np.arange(24) < np.array([[24], [15]]), "says": "padding is hidden"},
     {"t": 4, "chunk": 8, "short": "full", "says": "shorter than a chunk: no hashing"},
+)
+
+lsh_attention = mechanism(
+    forward,
+    backward,
+    cost,
+    example,
+    mutations=lsh_mutations,
+    name="lsh_attention",
+    differentiable=("qk", "v", "scale"),
+    floating=("rotations",),
+    outputs=("output", "lse"),
+    probes=_PROBES,
 )

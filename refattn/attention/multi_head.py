@@ -278,6 +278,33 @@ def example(
     return {**found, **settings}
 
 
+_PROBES = (
+    {"h": 4, "q": 9, "x_k": None, "x_v": None, "says": "self-attention: one array in all three roles"},
+    {"h": 4, "q": 9, "k": 13, "d": 6, "e": 6, "x_v": None, "says": "keys and values of the same tokens"},
+    {"h": 4, "q": 9, "k": 9, "d": 6, "e": 6, "says": "three arrays of one shape"},
+    {"h": 6, "g": 2, "q": 9, "k": 9, "causal": True, "says": "causal, 6 query heads on 2 key heads"},
+    {
+        "h": 6,
+        "g": 2,
+        "q": 9,
+        "k": 9,
+        "extra_key": True,
+        "extra_value": True,
+        "causal": True,
+        "says": "an extra key and causal",
+    },
+    {
+        "h": 3,
+        "q": 7,
+        "k": 11,
+        "extra_key": True,
+        "extra_value": True,
+        "zero_attention": True,
+        "says": "an extra key and a key of zeros",
+    },
+    {"h": 3, "q": 7, "k": 11, "b_q": None, "b_k": None, "b_v": None, "b_o": None, "says": "no biases"},
+)
+
 multi_head_attention = mechanism(
     forward,
     backward,
@@ -286,29 +313,10 @@ multi_head_attention = mechanism(
     definition=definition,
     mutations=multi_head_mutations,
     name="multi_head_attention",
-    equation="output = sum over heads of softmax(scale (x_q w_q) (x_k w_k)^T) (x_v w_v) w_o",
-    paper="Vaswani et al. 2017, arXiv:1706.03762, section 3.2.2",
-    axes={
-        "h": "query head",
-        "g": "key head",
-        "q": "query position",
-        "k": "key position",
-        "d": "channel",
-        "e": "value channel",
-        "m": "model channel",
-    },
     differentiable=(
         *("x_q", "x_k", "x_v", "w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o", "extra_key", "extra_value"),
         *options.DIFFERENTIABLE,
     ),
     outputs=("output", "lse"),
+    probes=_PROBES,
 )
-multi_head_attention.probe_options = (
-    {"h": 4, "q": 9, "x_k": None, "x_v": None, "says": "self-attention: one array in all three roles"},
-    {"h": 4, "q": 9, "k": 13, "d": 6, "e": 6, "x_v": None, "says": "keys and values of the same tokens"},
-    {"h": 4, "q": 9, "k": 9, "d": 6, "e": 6, "says": "three arrays of one shape"},
-    {"h": 6, "g": 2, "q": 9, "k": 9, "causal": True, "says": "causal, 6 query heads on 2 key heads"},
-    {"h": 6, "g": 2, "q": 9, "k": 9, "extra_key": True, "extra_value": True, "causal": True, "says": "an extra key and causal"},
-    {"h": 3, "q": 7, "k": 11, "extra_key": True, "extra_value": True, "zero_attention": True, "says": "an extra key and a key of zeros"},
-    {"h": 3, "q": 7, "k": 11, "b_q": None, "b_k": None, "b_v": None, "b_o": None, "says": "no biases"},
-)  # fmt: skip

@@ -274,6 +274,21 @@ def example(
     }  # fmt: skip
 
 
+_PROBES = (
+    {"q": 24, "k": 24, "landmarks": 6, "says": "segments of equal length, nothing added in front"},
+    {"q": 23, "k": 31, "landmarks": 5, "says": "lengths that are no multiple of the landmarks: zeros in front"},
+    {"q": 20, "k": 20, "landmarks": 5, "iterations": 2, "says": "two steps: the inverse is far from converged"},
+    {
+        "q": 20,
+        "k": 15,
+        "landmarks": 5,
+        "iterations": 3,
+        "pinv_scale": "batch",
+        "says": "one starting scale for the batch",
+    },
+    {"q": 9, "k": 14, "landmarks": 1, "says": "one landmark: all queries get the same output"},
+)
+
 nystrom_attention = mechanism(
     forward,
     backward,
@@ -281,22 +296,6 @@ nystrom_attention = mechanism(
     example,
     mutations=nystrom_mutations,
     name="nystrom_attention",
-    equation="output = softmax(q k_m^T / sqrt(d)) pinv(softmax(q_m k_m^T / sqrt(d))) softmax(q_m k^T / sqrt(d)) v",
-    paper="Xiong et al. 2021, arXiv:2102.03902, section 3.2 and algorithm 1",
-    axes={
-        "h": "head",
-        "q": "query position",
-        "k": "key position",
-        "d": "channel",
-        "e": "value channel",
-        "n": "landmark",
-    },
     differentiable=("q", "k", "v"),
+    probes=_PROBES,
 )
-nystrom_attention.probe_options = (
-    {"q": 24, "k": 24, "landmarks": 6, "says": "segments of equal length, nothing added in front"},
-    {"q": 23, "k": 31, "landmarks": 5, "says": "lengths that are no multiple of the landmarks: zeros in front"},
-    {"q": 20, "k": 20, "landmarks": 5, "iterations": 2, "says": "two steps: the inverse is far from converged"},
-    {"q": 20, "k": 15, "landmarks": 5, "iterations": 3, "pinv_scale": "batch", "says": "one starting scale for the batch"},
-    {"q": 9, "k": 14, "landmarks": 1, "says": "one landmark: all queries get the same output"},
-)  # fmt: skip

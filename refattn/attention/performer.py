@@ -280,30 +280,29 @@ def example(
     }  # fmt: skip
 
 
+_PROBES = (
+    {"q": 21, "k": 21, "n": 15, "causal": True, "says": "causal: query i sees the keys up to its own"},
+    {"q": 70, "k": 70, "n": 6, "causal": True, "says": "causal, longer than a usual piece"},
+    {
+        "q": 19,
+        "k": 19,
+        "n": 7,
+        "causal": True,
+        "key_sum_eps": 0.5,
+        "says": "a constant added to every feature of the key sum",
+    },
+    {"q": 11, "k": 19, "n": 12, "eps": 0.2, "says": "a large constant in the features: the stabilising maximum shows"},
+    {"q": 13, "k": 13, "n": 8, "causal": True, "eps": 0.2, "says": "causal with a large constant in the features"},
+    {"q": 11, "k": 19, "n": 9, "kernel": "relu", "says": "rectified features"},
+    {"q": 17, "k": 17, "n": 9, "kernel": "relu", "causal": True, "eps": 0.1, "says": "rectified features, causal"},
+)
+
 performer_attention = mechanism(
     forward,
     backward,
     cost,
     example,
     name="performer_attention",
-    equation="output = phi(q) (phi(k)^T v) / (phi(q) . sum_k phi(k)), phi(x) = exp(features x / d^(1/4) - |x|^2 / (2 d^(1/2)))",
-    paper="Choromanski et al. 2020, arXiv:2009.14794, sections 2.3 and 2.4",
-    axes={
-        "h": "head",
-        "q": "query position",
-        "k": "key position",
-        "d": "channel",
-        "e": "value channel",
-        "n": "feature",
-    },
     differentiable=("q", "k", "v", "features"),
+    probes=_PROBES,
 )
-performer_attention.probe_options = (
-    {"q": 21, "k": 21, "n": 15, "causal": True, "says": "causal: query i sees the keys up to its own"},
-    {"q": 70, "k": 70, "n": 6, "causal": True, "says": "causal, longer than a usual piece"},
-    {"q": 19, "k": 19, "n": 7, "causal": True, "key_sum_eps": 0.5, "says": "a constant added to every feature of the key sum"},
-    {"q": 11, "k": 19, "n": 12, "eps": 0.2, "says": "a large constant in the features: the stabilising maximum shows"},
-    {"q": 13, "k": 13, "n": 8, "causal": True, "eps": 0.2, "says": "causal with a large constant in the features"},
-    {"q": 11, "k": 19, "n": 9, "kernel": "relu", "says": "rectified features"},
-    {"q": 17, "k": 17, "n": 9, "kernel": "relu", "causal": True, "eps": 0.1, "says": "rectified features, causal"},
-)  # fmt: skip

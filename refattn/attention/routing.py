@@ -499,6 +499,55 @@ def _unsafe(x: np.ndarray, given: dict[str, Any], settings: dict[str, Any], side
     return close
 
 
+_PROBES = (
+    {"members": True, "says": "members given"},
+    {"members": True, "causal": True, "says": "members given, causal by position"},
+    {
+        "k": True,
+        "members": True,
+        "causal": True,
+        "cluster_size": (7, 9),
+        "says": "keys of their own, members given, causal",
+    },
+    {"members": True, "causal": True, "causal_by": "rank", "says": "members given, causal by place in the cluster"},
+    {
+        "members": True,
+        "causal": True,
+        "self_attention": "last_resort",
+        "key_norm": "l2",
+        "says": "oneself as last resort",
+    },
+    {
+        "k": True,
+        "members": True,
+        "cluster_size": 4,
+        "average_eps": 0.25,
+        "says": "tokens in no cluster, a constant in the mean",
+    },
+    {
+        "members": True,
+        "cluster_size": 9,
+        "relative_keys": True,
+        "relative_values": True,
+        "says": "relative terms by rank",
+    },
+    {
+        "members": True,
+        "memory_keys": True,
+        "causal": True,
+        "self_attention": "never",
+        "says": "a memory of every cluster",
+    },
+    {
+        "k": True,
+        "members": True,
+        "projection": True,
+        "cluster_normalize": "l2",
+        "says": "a projection before the centroids",
+    },
+    {"cluster_size": 5, "says": "members chosen by the candidate, with a margin"},
+)
+
 routing_attention = mechanism(
     forward,
     backward,
@@ -506,16 +555,6 @@ routing_attention = mechanism(
     example,
     mutations=routing_mutations,
     name="routing_attention",
-    equation="output[t] = mean over the clusters with t of softmax(scale * q k^T, within the cluster) v",
-    paper="Roy, Saffar, Vaswani, Grangier 2020, arXiv:2003.05997, section 4 and algorithm 1",
-    axes={
-        "h": "head",
-        "t": "position",
-        "c": "cluster",
-        "n": "place in a cluster, or row of its memory",
-        "d": "channel",
-        "e": "value channel",
-    },
     differentiable=(
         "q",
         "k",
@@ -528,16 +567,5 @@ routing_attention = mechanism(
     ),
     floating=("centroids", "projection"),
     outputs=("output", "commitment_loss"),
+    probes=_PROBES,
 )
-routing_attention.probe_options = (
-    {"members": True, "says": "members given"},
-    {"members": True, "causal": True, "says": "members given, causal by position"},
-    {"k": True, "members": True, "causal": True, "cluster_size": (7, 9), "says": "keys of their own, members given, causal"},
-    {"members": True, "causal": True, "causal_by": "rank", "says": "members given, causal by place in the cluster"},
-    {"members": True, "causal": True, "self_attention": "last_resort", "key_norm": "l2", "says": "oneself as last resort"},
-    {"k": True, "members": True, "cluster_size": 4, "average_eps": 0.25, "says": "tokens in no cluster, a constant in the mean"},
-    {"members": True, "cluster_size": 9, "relative_keys": True, "relative_values": True, "says": "relative terms by rank"},
-    {"members": True, "memory_keys": True, "causal": True, "self_attention": "never", "says": "a memory of every cluster"},
-    {"k": True, "members": True, "projection": True, "cluster_normalize": "l2", "says": "a projection before the centroids"},
-    {"cluster_size": 5, "says": "members chosen by the candidate, with a margin"},
-)  # fmt: skip

@@ -110,16 +110,6 @@ scaled_dot_product_attention = mechanism(
     example,
     mutations=dense_mutations,
     name="scaled_dot_product_attention",
-    equation="output = softmax(scale * q k^T + bias, where visible) v",
-    paper="Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1",
-    axes={
-        "h": "query head",
-        "g": "key head",
-        "q": "query position",
-        "k": "key position",
-        "d": "channel",
-        "e": "value channel",
-    },
     differentiable=("q", "k", "v", *options.DIFFERENTIABLE),
     outputs=("output", "lse"),
 )

@@ -1,4 +1,4 @@
-r"""Sinkhorn attention: blocks of keys and values are sorted by a learned soft permutation, and every block meets the one put beside it.
+"""Sinkhorn attention: blocks of keys and values are sorted by a learned soft permutation, and every block meets the one put beside it.
 
     R[h]          = sinkhorn((sort_logits[h] + noise[h]) / temperature)               R[u,v] moves block v to place u
     ks[h,u,c,d]   = sum_v R[h,u,v] k[h,v,c,d]          vs[h,u,c,e] = sum_v R[h,u,v] v[h,v,c,e]
@@ -6,16 +6,16 @@ r"""Sinkhorn attention: blocks of keys and values are sorted by a learned soft p
 
     sinkhorn: `iterations` times  x -= logsumexp over v,  then  x -= logsumexp over u;  R = exp(x)
 
-======  ================================================  =========================
+======= ================================================  =========================
 letter  axis                                              where
-======  ================================================  =========================
+======= ================================================  =========================
 ...     any batch axes, broadcast as in matmul            all
 h       head                                              q, k, v, sort_logits, output
 t       position; t = n * block                           q, k, v, output
 n, u, v block: place, and which block is put there        sort_logits, noise
-a, c    position in a query block, in a key block         (t as (n, block))
+a, c    place in a query block, place in a key block      (t as (n, block))
 d, e    query/key channel, value channel                  q, k; v, output
-======  ================================================  =========================
+======= ================================================  =========================
 
 Conventions: rows first, then columns, so that the columns of R sum to 1; rows do in the limit.  With ``causal`` place u gets
 earlier blocks v < u alone, a row u of R depends on rows up to u alone, and the own block is causal; place 0 gets nothing.
@@ -593,20 +593,7 @@ mutations = (
     Mutation("sinkhorn_grad", "the gradient goes through the last half step alone", gradients=_gradients(1)),
 )
 
-sinkhorn_attention = mechanism(
-    forward,
-    backward,
-    cost,
-    example,
-    mutations=mutations,
-    name="sinkhorn_attention",
-    equation="output = softmax(scale q [R k, k]^T) [R v, v] by blocks, R = sinkhorn((sort_logits + noise) / temperature)",
-    paper="Tay, Bahri, Yang, Metzler, Juan 2020, arXiv:2002.11296, section 3",
-    axes={"h": "head", "t": "position", "n": "block", "d": "channel", "e": "value channel"},
-    differentiable=("q", "k", "v", "sort_logits", "temperature", "scale"),
-    floating=("noise",),
-)
-sinkhorn_attention.probe_options = (
+_PROBES = (
     {"t": 24, "block": 4, "iterations": 7, "noise": None, "says": "no noise, seven iterations"},
     {
         "t": 20,
@@ -618,4 +605,16 @@ sinkhorn_attention.probe_options = (
     },
     {"t": 15, "block": 5, "iterations": 0, "noise": None, "says": "no iteration: exp of the scores"},
     {"t": 21, "block": 3, "causal": True, "says": "causal: earlier blocks alone, and the own block up to oneself"},
+)
+
+sinkhorn_attention = mechanism(
+    forward,
+    backward,
+    cost,
+    example,
+    mutations=mutations,
+    name="sinkhorn_attention",
+    differentiable=("q", "k", "v", "sort_logits", "temperature", "scale"),
+    floating=("noise",),
+    probes=_PROBES,
 )

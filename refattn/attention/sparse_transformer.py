@@ -1,4 +1,4 @@
-r"""Sparse Transformer: causal attention whose rows see about sqrt(t) keys, in two parts that together reach every position.
+"""Sparse Transformer: causal attention whose rows see about sqrt(t) keys, in two parts that together reach every position.
 
     output[h,i,e] = sum_{j in A_h(i)} exp(logits[h,i,j] - lse[h,i]) * v[g(h),j,e]    logits = scale * q k^T and shared terms
 
@@ -7,15 +7,15 @@ r"""Sparse Transformer: causal attention whose rows see about sqrt(t) keys, in t
 
 all with j <= i; c is ``summary``, o the head's entry of ``summary_offsets``.  A *merged* head has one softmax over the union.
 
-======  ==========================================  ==================
+======= ==========================================  ==================
 letter  axis                                        where
-======  ==========================================  ==================
+======= ==========================================  ==================
 ...     any batch axes, broadcast as in matmul      all
 h       query head                                  q, output, lse
 g       key head, h a multiple of g                 k, v
 t, i, j position, of queries and keys alike         all
 d, e    query/key channel, value channel            q, k; v, output
-======  ==========================================  ==================
+======= ==========================================  ==================
 
 Conventions: the paper's first strided part holds stride + 1 keys; its released code keeps stride of them
 (``variant="code"``).  The paper prints the last summary residue as stride, which does not occur; its example has stride - 1.
@@ -438,21 +438,7 @@ def example(
     return {**arrays, "pattern": pattern, "stride": stride, **settings}
 
 
-sparse_transformer_attention = mechanism(
-    forward,
-    backward,
-    cost,
-    example,
-    mutations=sparse_mutations,
-    name="sparse_transformer_attention",
-    equation="output = softmax(scale * q k^T + bias, over a strided or fixed pattern) v",
-    paper="Child et al. 2019, arXiv:1904.10509, section 4.2",
-    axes={"h": "query head", "g": "key head", "t": "position", "d": "channel", "e": "value channel"},
-    differentiable=("q", "k", "v", *options.DIFFERENTIABLE),
-    outputs=("output", "lse"),
-)
-
-sparse_transformer_attention.probe_options = (
+_PROBES = (
     {"t": 29, "stride": 5, "heads": "merged", "says": "merged heads: the key that both parts hold counts once"},
     {"t": 30, "stride": 5, "heads": "first", "says": "the run of stride + 1 keys alone"},
     {"t": 30, "stride": 5, "heads": "first", "variant": "code", "says": "the run of stride keys of the released code"},
@@ -460,8 +446,26 @@ sparse_transformer_attention.probe_options = (
     {"t": 17, "h": 3, "stride": 4, "heads": "interleaved", "layer": 1, "says": "an odd layer: the second part"},
     {"t": 29, "stride": 6, "pattern": "fixed", "summary": 2, "says": "fixed, heads split between the parts"},
     {
-        "t": 31, "h": 3, "stride": 6, "pattern": "fixed", "summary": 2, "heads": "merged", "summary_offsets": np.array([0, 2, 4]),
+        "t": 31,
+        "h": 3,
+        "stride": 6,
+        "pattern": "fixed",
+        "summary": 2,
+        "heads": "merged",
+        "summary_offsets": np.array([0, 2, 4]),
         "says": "fixed, merged, each head with summary columns of its own",
     },
     {"t": 28, "stride": 6, "pattern": "fixed", "summary": 2, "heads": "second", "says": "summary columns alone"},
-)  # fmt: skip
+)
+
+sparse_transformer_attention = mechanism(
+    forward,
+    backward,
+    cost,
+    example,
+    mutations=sparse_mutations,
+    name="sparse_transformer_attention",
+    differentiable=("q", "k", "v", *options.DIFFERENTIABLE),
+    outputs=("output", "lse"),
+    probes=_PROBES,
+)

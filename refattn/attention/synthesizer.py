@@ -16,7 +16,7 @@ letter  axis                                            where
 h       head                                            all but x
 q, k    query position, key position                    x, output; v, w_2; tables
 m, f    model channel, hidden channel                   x, w_1; w_1, w_2, w_a, w_b
-n, p    the two factors of the length, N P keys in all  w_a, b_a; w_b, b_b
+n, p    factor of the length; N P keys in all           w_a, b_a; w_b, b_b
 r       rank                                            random_1, random_2
 s       part of the mixture, in the order above         mixture
 e       value channel                                   v, output
@@ -403,6 +403,25 @@ def example(
     return given | settings
 
 
+_PROBES = (
+    {"q": 13, "k": 20, "p": 4, "w_a": True, "says": "two factors, of 5 and 4 positions, for 20 keys"},
+    {"q": 13, "k": 21, "random": True, "says": "a table of logits: the tokens do not count"},
+    {"q": 17, "k": 17, "random": True, "causal": True, "says": "a square table, causal: a transposed read shows"},
+    {"q": 13, "k": 21, "r": 3, "random_1": True, "says": "a table of rank 3"},
+    {
+        "q": 11,
+        "k": 18,
+        "p": 3,
+        "w_2": True,
+        "w_a": True,
+        "random": True,
+        "random_1": True,
+        "other_logits": True,
+        "says": "all five parts in one mixture",
+    },
+    {"q": 15, "k": 15, "w_2": True, "random": True, "causal": True, "says": "a dense part and a table, causal"},
+)
+
 synthesizer_attention = mechanism(
     forward,
     backward,
@@ -410,28 +429,6 @@ synthesizer_attention = mechanism(
     example,
     mutations=synthesizer_mutations,
     name="synthesizer_attention",
-    equation="output = softmax(sum_s alpha_s B_s) v, B = relu(x w_1 + b_1) w_2 + b_2 or a learned table, each also factorised",
-    paper="Tay et al. 2020, arXiv:2005.00743, section 3",
-    axes={
-        "h": "head",
-        "q": "query position",
-        "k": "key position",
-        "m": "model channel",
-        "f": "hidden channel",
-        "n": "left factor",
-        "p": "right factor",
-        "r": "rank",
-        "s": "part of the mixture",
-        "e": "value channel",
-    },
     differentiable=("x", "v", *AXES, "mixture"),
+    probes=_PROBES,
 )
-synthesizer_attention.probe_options = (
-    {"q": 13, "k": 20, "p": 4, "w_a": True, "says": "two factors, of 5 and 4 positions, for 20 keys"},
-    {"q": 13, "k": 21, "random": True, "says": "a table of logits: the tokens do not count"},
-    {"q": 17, "k": 17, "random": True, "causal": True, "says": "a square table, causal: a transposed read shows"},
-    {"q": 13, "k": 21, "r": 3, "random_1": True, "says": "a table of rank 3"},
-    {"q": 11, "k": 18, "p": 3, "w_2": True, "w_a": True, "random": True, "random_1": True, "other_logits": True,
-     "says": "all five parts in one mixture"},
-    {"q": 15, "k": 15, "w_2": True, "random": True, "causal": True, "says": "a dense part and a table, causal"},
-)  # fmt: skip

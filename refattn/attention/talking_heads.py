@@ -676,6 +676,16 @@ def example(
     return {**found, **settings}
 
 
+_DYNAMIC = {n: True for n in _PARTS if not n.endswith("projection")}
+_PROBES = (
+    {"h": 5, "q": 9, "k": 13, "d": 6, "e": 4, "says": "as many key heads and value heads as softmax heads"},
+    {"h": 5, "q": 9, "k": 9, "d": 6, "e": 4, "causal": True, "says": "equal head counts, causal"},
+    {"h": 5, "q": 9, "k": 13, "d": 6, "e": 4, **_DYNAMIC, "says": "equal head counts, dynamic parts"},
+    {"h": 5, "x": 3, "y": 4, "q": 9, "k": 13, "d": 6, "e": 4, **_DYNAMIC, "says": "three head counts, dynamic parts"},
+    {"h": 5, "q": 9, "k": 13, "d": 6, "e": 4, "logits_projection": None, "says": "only the weights are projected"},
+    {"h": 5, "q": 9, "k": 13, "d": 6, "e": 4, "weights_projection": None, "says": "only the logits are projected"},
+)
+
 talking_heads_attention = mechanism(
     forward,
     backward,
@@ -684,26 +694,7 @@ talking_heads_attention = mechanism(
     definition=definition,
     mutations=talking_heads_mutations,
     name="talking_heads_attention",
-    equation="output = (softmax(scale (q k^T) over heads by L) over heads by W) v",
-    paper="Shazeer et al. 2020, arXiv:2003.02436",
-    axes={
-        "x": "key head",
-        "h": "softmax head",
-        "y": "value head",
-        "q": "query position",
-        "k": "key position",
-        "d": "channel",
-        "e": "value channel",
-    },
     differentiable=("q", "k", "v", *_PARTS, *(n for n in options.DIFFERENTIABLE if n != "sinks")),
     outputs=("output", "lse"),
-)
-_DYNAMIC = {n: True for n in _PARTS if not n.endswith("projection")}
-talking_heads_attention.probe_options = (
-    {"h": 5, "q": 9, "k": 13, "d": 6, "e": 4, "says": "as many key heads and value heads as softmax heads"},
-    {"h": 5, "q": 9, "k": 9, "d": 6, "e": 4, "causal": True, "says": "equal head counts, causal"},
-    {"h": 5, "q": 9, "k": 13, "d": 6, "e": 4, **_DYNAMIC, "says": "equal head counts, dynamic parts"},
-    {"h": 5, "x": 3, "y": 4, "q": 9, "k": 13, "d": 6, "e": 4, **_DYNAMIC, "says": "three head counts, dynamic parts"},
-    {"h": 5, "q": 9, "k": 13, "d": 6, "e": 4, "logits_projection": None, "says": "only the weights are projected"},
-    {"h": 5, "q": 9, "k": 13, "d": 6, "e": 4, "weights_projection": None, "says": "only the logits are projected"},
+    probes=_PROBES,
 )

@@ -307,28 +307,7 @@ def _example_indices(n_q: int, n_k: int) -> np.ndarray:
     return np.where((np.arange(4) == 2) & (i % 2 == 1), -1, found)
 
 
-topk_attention = mechanism(
-    forward,
-    backward,
-    cost,
-    example,
-    mutations=topk_mutations,
-    name="topk_attention",
-    equation="output = softmax(scale * q k^T + bias, over the count largest of each row) v",
-    paper="Kitaev et al. 2020, arXiv:2001.04451, section 2; Gupta et al. 2021, arXiv:2106.06899",
-    axes={
-        "h": "head",
-        "q": "query position",
-        "k": "key position",
-        "n": "place among the chosen",
-        "d": "channel",
-        "e": "value channel",
-    },
-    differentiable=("q", "k", "v", *options.DIFFERENTIABLE),
-    outputs=("output", "lse"),
-)
-
-topk_attention.probe_options = (
+_PROBES = (
     {"q": 13, "k": 29, "count": 1, "says": "one key for each query: weights of 1"},
     {"q": 11, "k": 23, "count": 23, "says": "all keys: plain attention"},
     {
@@ -349,4 +328,16 @@ topk_attention.probe_options = (
     },
     {"q": 9, "k": 17, "indices": _example_indices(9, 17), "says": "keys given, in no order, -1 = none"},
 )
-topk_attention.margin = margin
+
+topk_attention = mechanism(
+    forward,
+    backward,
+    cost,
+    example,
+    mutations=topk_mutations,
+    name="topk_attention",
+    differentiable=("q", "k", "v", *options.DIFFERENTIABLE),
+    outputs=("output", "lse"),
+    probes=_PROBES,
+    margin=margin,
+)

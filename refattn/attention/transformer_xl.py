@@ -388,6 +388,13 @@ def example(
     return {**arrays, **({} if causal else {"causal": False}), **settings, **own}
 
 
+_PROBES = (
+    {"q": 9, "k": 21, "same_length": True, "says": "same_length: k - q keys, oneself included"},
+    {"q": 7, "k": 7, "says": "no memory"},
+    {"q": 6, "k": 11, "causal": False, "says": "both directions: the table has k + q rows"},
+    {"q": 8, "k": 19, "position_bias": True, "says": "a learned scalar by distance in place of w . r"},
+)
+
 transformer_xl_attention = mechanism(
     forward,
     backward,
@@ -395,22 +402,7 @@ transformer_xl_attention = mechanism(
     example,
     mutations=transformer_xl_mutations,
     name="transformer_xl_attention",
-    equation="output = softmax(scale * ((q + u) k^T + shift((q + w) r^T)), where visible) v",
-    paper="Dai et al. 2019, arXiv:1901.02860, section 3.3 and appendix B",
-    axes={
-        "h": "head",
-        "q": "position in the segment",
-        "k": "position in [memory, segment]",
-        "p": "row of the relative table, by falling distance",
-        "d": "channel",
-        "e": "value channel",
-    },
     differentiable=("q", "k", "v", "r", "u", "w", "position_bias", "absolute_q", "absolute_k", "bias", "scale"),
     outputs=("output", "lse"),
-)
-transformer_xl_attention.probe_options = (
-    {"q": 9, "k": 21, "same_length": True, "says": "same_length: k - q keys, oneself included"},
-    {"q": 7, "k": 7, "says": "no memory"},
-    {"q": 6, "k": 11, "causal": False, "says": "both directions: the table has k + q rows"},
-    {"q": 8, "k": 19, "position_bias": True, "says": "a learned scalar by distance in place of w . r"},
+    probes=_PROBES,
 )
