@@ -46,6 +46,10 @@ class Backend:
         """Batched matrix product; may live in the buffer of that name, until the next product of the same name."""
         return self.xp.matmul(a, b)
 
+    def buffer(self, scratch: dict[str, Any], name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Memory of that name for a result, kept in ``scratch`` until the next use; None where results get memory of their own."""
+        return None
+
     def exp_into(self, x: Any) -> Any:
         """exp(x); may overwrite x."""
         return self.xp.exp(x)

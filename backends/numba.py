@@ -28,14 +28,14 @@ class NumbaBackend(NumpyBackend):
         """float32 and float64, no score terms, no dropout, and every row's keys one run."""
         return served(problem)
 
-    def forward(self, problem: AttentionProblem) -> tuple[np.ndarray, np.ndarray]:
-        """Output (b,g,r,q,e) and lse (b,g,r,q) over the keys, sinks not yet counted."""
+    def forward(self, problem: AttentionProblem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Output (b,g,r,q,e), maximum and row sum (b,g,r,q) over the keys, sinks not yet counted."""
         b, g, r, q, d = problem.q.shape
         k, e = problem.v.shape[-2:]
         output = np.zeros((b, g, r, q, e), problem.q.dtype)
-        lse = np.full((b, g, r, q), -math.inf, problem.q.dtype)
-        if not (k and output.size + lse.size):
-            return output, lse
+        maximum, row_sum = np.full((b, g, r, q), -math.inf, problem.q.dtype), np.zeros((b, g, r, q), problem.q.dtype)
+        if not (k and output.size + maximum.size):
+            return output, maximum, row_sum
         first, last = row_runs(problem)
         tile = _kernels()[problem.q.dtype.name]
         order = [(n, m, s, i) for n in range(b) for m in range(g) for s in range(r) for i in range(0, q, ROWS)]
@@ -51,11 +51,12 @@ class NumbaBackend(NumpyBackend):
                 np.ascontiguousarray(first[n, m, s, rows]),
                 np.ascontiguousarray(last[n, m, s, rows]),
                 output[n, m, s, rows],
-                lse[n, m, s, rows],
+                maximum[n, m, s, rows],
+                row_sum[n, m, s, rows],
             )
 
         self.map(run, order, work=b * g * r * q * k * (d + e))
-        return output, lse
+        return output, maximum, row_sum
 
 
 def served(problem: AttentionProblem) -> tuple[bool, str]:
@@ -162,14 +163,12 @@ def _kernels() -> dict[str, Any]:
 
     def kernel(exp: Any, integer: Any) -> Any:
         @jit
-        def tile(q, k, v, first, last, output, lse):
+        def tile(q, k, v, first, last, output, maximum, total):
             number = q.dtype.type
             rows, keys, channels = q.shape[0], min(KEYS, k.shape[0]), output.shape[1]
             buffer = np.empty(rows * keys, q.dtype)
             bits = np.empty(keys, integer)
             powers = bits.view(q.dtype)
-            maximum = np.full(rows, -np.inf, q.dtype)
-            total = np.zeros(rows, q.dtype)
             for j0 in range(first.min() // keys * keys, last.max(), keys):
                 width = min(keys, k.shape[0] - j0)
                 s = buffer[: rows * width].reshape(rows, width)
@@ -208,7 +207,6 @@ def _kernels() -> dict[str, Any]:
                 else:
                     for c in range(channels):
                         output[i, c] /= total[i]
-                    lse[i] = maximum[i] + np.log(total[i])
 
         return tile
 

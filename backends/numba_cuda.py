@@ -53,23 +53,24 @@ class NumbaCudaBackend(NumpyBackend if _simulated() else CupyBackend):  # type: 
             return False, f"its threads hold {CHANNELS} channels, not {widest}"
         return ok, reason
 
-    def forward(self, problem: AttentionProblem) -> tuple[Any, Any]:
-        """Output (b,g,r,q,e) and lse (b,g,r,q) over the keys, sinks not yet counted."""
+    def forward(self, problem: AttentionProblem) -> tuple[Any, Any, Any]:
+        """Output (b,g,r,q,e), maximum and row sum (b,g,r,q) over the keys, sinks not yet counted."""
         xp = self.xp
         b, g, r, q, d = problem.q.shape
         k, e = problem.v.shape[-2:]
         output = xp.zeros((b, g, r, q, e), dtype=problem.q.dtype)
-        lse = xp.full((b, g, r, q), -math.inf, dtype=problem.q.dtype)
+        maximum = xp.full((b, g, r, q), -math.inf, dtype=problem.q.dtype)
+        row_sum = xp.zeros((b, g, r, q), dtype=problem.q.dtype)
         if not (k and q and b * g * r):
-            return output, lse
+            return output, maximum, row_sum
         first, last = row_runs(problem)
         units = b * g * r
         rows = xp.ascontiguousarray(xp.reshape(problem.q, (units, q, d)) * problem.q.dtype.type(problem.scale))
         keys = xp.ascontiguousarray(xp.broadcast_to(problem.k, (b, g, k, d)).reshape(b * g, k, d))
         values = xp.ascontiguousarray(xp.broadcast_to(problem.v, (b, g, k, e)).reshape(b * g, k, e))
         runs = [xp.asarray(np.ascontiguousarray(x.reshape(units, q)).astype(np.int32)) for x in (first, last)]
-        flat_output, flat_lse = output.reshape(units, q, e), lse.reshape(units, q)
+        results = (output.reshape(units, q, e), maximum.reshape(units, q), row_sum.reshape(units, q))
         from refattn.backends.numba_cuda_kernel import launch  # imports numba.cuda
 
-        launch(rows, keys, values, runs[0], runs[1], r, flat_output, flat_lse)
-        return output, lse
+        launch(rows, keys, values, runs[0], runs[1], r, *results)
+        return output, maximum, row_sum

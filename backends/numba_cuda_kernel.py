@@ -15,18 +15,18 @@ ROWS = 32
 """Query rows, and keys brought in at a time, of a block of threads."""
 
 
-def launch(q: Any, k: Any, v: Any, first: Any, last: Any, r: int, output: Any, lse: Any) -> None:
-    """Fill ``output`` (units, q, e) and ``lse`` (units, q) from q (units, q, d), k and v (units / r, k, .)."""
+def launch(q: Any, k: Any, v: Any, first: Any, last: Any, r: int, output: Any, maximum: Any, row_sum: Any) -> None:
+    """Fill ``output`` (units, q, e), ``maximum`` and ``row_sum`` (units, q) from q (units, q, d), k and v (units / r, k, .)."""
     units, count = q.shape[:2]
     kernel = _kernel(q.dtype.name)[(-(-count // ROWS), units), ROWS]
     if isinstance(q, np.ndarray):  # the simulator: its own arrays, so that nothing is copied back into the inputs
         held = [cuda.to_device(x) for x in (q, k, v, first, last)]
-        results = [cuda.to_device(x) for x in (output, lse)]
+        results = [cuda.to_device(x) for x in (output, maximum, row_sum)]
         kernel(*held, r, *results)
-        for x, result in zip((output, lse), results, strict=True):
+        for x, result in zip((output, maximum, row_sum), results, strict=True):
             x[...] = result.copy_to_host()
     else:
-        kernel(q, k, v, first, last, r, output, lse)
+        kernel(q, k, v, first, last, r, output, maximum, row_sum)
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def _kernel(dtype: str) -> Any:
     number = {"float32": float32, "float64": float64}[dtype]
 
     @cuda.jit
-    def attend_rows(q, k, v, first, last, r, output, lse):
+    def attend_rows(q, k, v, first, last, r, output, maxima, sums):
         key_tile = cuda.shared.array((ROWS, CHANNELS), number)
         value_tile = cuda.shared.array((ROWS, CHANNELS), number)
         row = cuda.local.array(CHANNELS, number)
@@ -73,6 +73,7 @@ def _kernel(dtype: str) -> Any:
         if real and maximum != -math.inf:
             for c in range(v.shape[2]):
                 output[unit, i, c] = weighted[c] / total
-            lse[unit, i] = maximum + math.log(total)
+            maxima[unit, i] = maximum
+            sums[unit, i] = total
 
     return attend_rows

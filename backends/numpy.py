@@ -22,7 +22,7 @@ _BITS = {"e": np.int16, "f": np.int32, "d": np.int64}
 
 _local = threading.local()
 _chosen: list[Executor] = []
-_limit = threading.Lock()
+_limit = [threading.Lock()]  # held while BLAS is; replaced in the child of a fork
 
 
 def threads() -> int:
@@ -81,6 +81,14 @@ class NumpyBackend(Backend):
         if buffer is None or buffer.size < size:
             buffer = scratch[name] = np.empty(size, a.dtype)
         return np.matmul(a, b, out=buffer[:size].reshape(shape))
+
+    def buffer(self, scratch: dict[str, Any], name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """New memory for every tile costs as much in page faults as the product itself: tiles reuse their buffers."""
+        size = math.prod(shape)
+        memory = scratch.get(name)
+        if memory is None or memory.size < size or memory.dtype != dtype:
+            memory = scratch[name] = np.empty(size, dtype)
+        return memory[:size].reshape(shape)
 
     def exp_into(self, x: Any) -> Any:
         return np.exp(x, out=x)
@@ -182,10 +190,12 @@ class NumpyBackend(Backend):
         return found.reshape(*x.shape[:-1], count)
 
     def map(self, function: Callable[[Any], Any], tasks: Iterable[Any], *, work: int = 0) -> list[Any]:
-        """On the pool, with BLAS held to one thread meanwhile; nested calls and small work run where they are."""
+        """On the pool; nested calls and small work run where they are.
+
+        BLAS is held to one thread meanwhile, even where the pool has one: the same numbers with any number of threads.
+        """
         tasks = list(tasks)
-        size = threads()
-        if len(tasks) < 2 or size < 2 or work < SERIAL_WORK or getattr(_local, "inside", False):
+        if len(tasks) < 2 or work < SERIAL_WORK or getattr(_local, "inside", False):
             return [function(task) for task in tasks]
 
         def run(task: Any) -> Any:
@@ -195,5 +205,19 @@ class NumpyBackend(Backend):
             finally:
                 _local.inside = False
 
-        with _limit, blas_threads().limit(limits=1, user_api="blas"):
+        size = threads()
+        with _limit[0], blas_threads().limit(limits=1, user_api="blas"):
+            if size < 2:
+                return [run(task) for task in tasks]
             return list((_chosen[-1] if _chosen else _pool(size)).map(run, tasks))
+
+
+def _start_afresh() -> None:
+    """In the child of a fork: the pools' threads stayed with the parent, and a lock may be held by one of them."""
+    _pool.cache_clear()
+    _limit[0] = threading.Lock()
+    _local.__dict__.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_afresh)

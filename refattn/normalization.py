@@ -4,9 +4,11 @@ A row that sees nothing has weights 0 and lse -inf.  Masked entries are selected
 and infinity behind a mask reach nothing.  Complex arrays work (complex step): maxima are those of the real part.
 """
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,14 +17,19 @@ from refattn.mechanism import function
 from refattn.records import Result
 
 __all__ = [
+    "Partial",
     "layer_norm",
     "layer_norm_backward",
     "logsumexp",
+    "lse_of",
     "masked_softmax",
     "masked_softmax_backward",
     "merge",
     "merge_backward",
+    "merged",
+    "partial_of_lse",
     "row_maximum",
+    "shares",
     "softmax",
     "unit_norm",
     "unit_norm_backward",
@@ -116,18 +123,60 @@ softmax = function(_softmax_forward, _softmax_backward, name="softmax", differen
 logsumexp = function(_logsumexp_forward, _logsumexp_backward, name="logsumexp", differentiable=("x",))
 
 
-def _merge_weights(lses: Sequence[Any]) -> tuple[Any, list[Any]]:
-    xp = namespace(*lses)
-    _, shift = row_maximum(xp.stack(list(lses), axis=-1))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        total = sum(xp.exp(lse - shift) for lse in lses)
-        lse = xp.where(real(total) == 0, xp.full_like(total, -math.inf), xp.log(total) + shift)
-        for one in lses:  # a part alone keeps its bits
-            alone = xp.all(xp.stack([(real(other) == -math.inf) | (other is one) for other in lses], axis=0), axis=0)
-            lse = xp.where(alone, one, lse)
-        safe = xp.where(real(lse) == -math.inf, xp.zeros_like(lse), lse)
-        weights = [xp.where(real(one) == -math.inf, xp.zeros_like(one), xp.exp(one - safe)) for one in lses]
-    return lse, weights
+class Partial(NamedTuple):
+    """Softmax attention over some of the keys: all that merging needs, exact however large the logits are.
+
+    The weights of row i are exp(logits[i] - maximum[i]) / row_sum[i], and ``output`` (..., q, e) is their product with the
+    values.  ``maximum`` (..., q) is real (that of the real parts), -inf in a row that sees nothing, where ``output`` and
+    ``row_sum`` are 0.  The log-sum-exp is maximum + ln(row_sum), and not the way to carry them: at logits of 1e4 float32
+    rounds it in the third decimal.  What comes with nothing but an lse is (output, lse, 1 where it sees something).
+    """
+
+    output: Any
+    maximum: Any
+    row_sum: Any
+
+
+def lse_of(maximum: Any, row_sum: Any) -> Any:
+    """maximum + ln(row_sum), -inf for a row that sees nothing."""
+    xp = namespace(row_sum)
+    empty = maximum == -math.inf
+    shift = xp.where(empty, xp.zeros_like(maximum), maximum)
+    total = xp.where(empty, xp.ones_like(row_sum), row_sum)
+    return xp.where(empty, xp.full_like(total, -math.inf), xp.log(total) + shift)
+
+
+def partial_of_lse(output: Any, lse: Any) -> Partial:
+    """What is known of a result that comes with its log-sum-exp alone."""
+    xp = namespace(lse)
+    seen = real(lse) != -math.inf
+    shift = real(lse)
+    rest = xp.where(seen, lse - xp.where(seen, shift, xp.zeros_like(shift)), xp.zeros_like(lse))  # 0, or imaginary
+    return Partial(output, shift, xp.where(seen, xp.exp(rest), xp.zeros_like(lse)))
+
+
+def shares(parts: Sequence[Partial]) -> tuple[list[Any], Any, Any]:
+    """How much of each row's weight every part has, and the maximum and sum of all of them."""
+    xp = namespace(parts[0].row_sum)
+    maximum = functools.reduce(xp.maximum, (part.maximum for part in parts))
+    empty = maximum == -math.inf
+    shift = xp.where(empty, xp.zeros_like(maximum), maximum)
+    sums = [part.row_sum * xp.exp(part.maximum - shift) for part in parts]
+    row_sum = functools.reduce(operator.add, sums)
+    safe = xp.where(empty, xp.ones_like(row_sum), row_sum)
+    return [x / safe for x in sums], maximum, row_sum
+
+
+def merged(*parts: Partial) -> Partial:
+    """Attention over several disjoint sets of keys as one; a part that sees nothing leaves the others bit for bit."""
+    xp = namespace(parts[0].row_sum)
+    weights, maximum, row_sum = shares(parts)
+    output = None
+    for weight, part in zip(weights, parts, strict=True):
+        weight = xp.astype(weight, part.output.dtype, copy=False)[..., None]
+        share = xp.where((part.maximum == -math.inf)[..., None], xp.zeros_like(part.output), weight * part.output)
+        output = share if output is None else output + share
+    return Partial(output, maximum, row_sum)
 
 
 def merge(outputs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
@@ -157,14 +206,10 @@ def merge(outputs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
         **{f"outputs[{n}]": (x, "... q e") for n, x in enumerate(outputs)},
         **{f"lses[{n}]": (x, "... q") for n, x in enumerate(lses)},
     )
-    xp = namespace(*outputs, *lses)
-    lse, weights = _merge_weights(lses)
-    output = None
-    for w, x in zip(weights, outputs, strict=True):
-        w = xp.astype(xp.expand_dims(w, axis=-1), x.dtype)
-        part = xp.where(w == 0, xp.zeros_like(x), w * x)
-        output = part if output is None else output + part
-    return output, lse
+    namespace(*outputs, *lses)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        whole = merged(*(partial_of_lse(x, lse) for x, lse in zip(outputs, lses, strict=True)))
+        return whole.output, lse_of(whole.maximum, whole.row_sum)
 
 
 def merge_backward(
@@ -172,8 +217,9 @@ def merge_backward(
 ) -> tuple[list[Any], list[Any]]:
     """Cotangents of the parts: w_n d_output and w_n (d_output . (output_n - output) + d_lse), w_n = exp(lse_n - lse)."""
     xp = namespace(*outputs, *lses)
-    output, _ = merge(outputs, lses)
-    _, weights = _merge_weights(lses)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        parts = [partial_of_lse(x, lse) for x, lse in zip(outputs, lses, strict=True)]
+        output, weights = merged(*parts).output, shares(parts)[0]
     d_outputs = [xp.expand_dims(w, axis=-1) * d_output for w in weights]
     d_lses = [w * (xp.sum(d_output * (x - output), axis=-1) + d_lse) for w, x in zip(weights, outputs, strict=True)]
     return d_outputs, d_lses

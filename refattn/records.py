@@ -1,11 +1,24 @@
 """Plain frozen records that several rooms use."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["AttentionProblem", "Block", "Capability", "Cost", "Counts", "Elements", "Mutation", "Pass", "Result"]
+__all__ = [
+    "AttentionProblem",
+    "AttentionSettings",
+    "Block",
+    "Capability",
+    "Cost",
+    "Counts",
+    "Elements",
+    "Mutation",
+    "Pass",
+    "Result",
+    "Sizes",
+]
 
 
 class Result:
@@ -218,28 +231,61 @@ class Block:
     visible: Callable[[], Any] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionProblem:
-    """Softmax attention as the core sees it; axes (b, g, r, q, d): query head = r-th head of key head g.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Axes of q (..., h, q, d), k (..., g, k, d) and v (..., g, k, e); ``lead`` is what their leading axes broadcast to."""
 
-    ``q`` (b,g,r,q,d), ``k`` (b|1,g,k,d), ``v`` (b|1,g,k,e) in the compute dtype; ``terms`` act on the logits in order;
-    ``visibility`` is a Pattern or None; ``blocks(group)`` lists the blocks (None: slices cut by the core); ``sinks``
-    (g,r,n) or None; ``dropout`` a pair (keep mask (b|1,g|1,r|1,q|1,k|1), factor) or None; ``rows`` real query counts per
-    batch or None.  ``heads`` (g,r) holds the number of each query head in the caller's order.  ``apart``: key heads are never
-    computed together, because their blocks differ.
+    lead: tuple[int, ...]
+    h: int
+    g: int
+    q: int
+    k: int
+    d: int
+    e: int
+
+    @property
+    def b(self) -> int:
+        """Batch entries: all leading axes together."""
+        return math.prod(self.lead)
+
+    @property
+    def r(self) -> int:
+        """Query heads of one key head."""
+        return self.h // self.g if self.g else 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSettings:
+    """Softmax attention but for q, k and v: sizes, what is done to a logit, who sees whom, how it is cut into blocks.
+
+    Query head (g, r) is the r-th of key head g, and ``heads`` (g,r) its number in the caller's order.  ``terms`` act on the
+    logits in order; ``visibility`` is a Pattern or None; ``blocks(group)`` lists the blocks (None: slices cut by the core),
+    ``tile`` their rows and keys (None: as fits the cache); ``apart``: key heads are never computed together, because their
+    blocks differ.  ``sinks`` (g,r,n) or None; ``dropout`` is a pair (keep mask (b|1,g|1,r|1,q|1,k|1), factor) or None;
+    ``query_lengths`` and ``key_lengths`` are host ints (b,) or None.  ``dtype`` and ``device`` are those of the arrays.
     """
+
+    sizes: Sizes
+    heads: Any
+    scale: Any
+    dtype: Any
+    device: Any = None
+    terms: tuple[Any, ...] = ()
+    visibility: Any = None
+    query_lengths: Any = None
+    key_lengths: Any = None
+    sinks: Any = None
+    lse_includes_sinks: bool = True
+    dropout: tuple[Any, float] | None = None
+    blocks: Callable[..., Iterator[Block]] | None = None
+    tile: tuple[int, int] | None = None
+    apart: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionProblem(AttentionSettings):
+    """Softmax attention as the core computes it: ``q`` (b,g,r,q,d), ``k`` (b|1,g,k,d), ``v`` (b|1,g,k,e), computed in their dtype."""
 
     q: Any
     k: Any
     v: Any
-    scale: Any
-    heads: Any
-    terms: tuple[Any, ...] = ()
-    visibility: Any = None
-    blocks: Callable[..., Iterator[Block]] | None = None
-    sinks: Any = None
-    lse_includes_sinks: bool = True
-    dropout: tuple[Any, float] | None = None
-    rows: Any = None
-    tile: tuple[int, int] | None = None
-    apart: bool = False

@@ -45,7 +45,7 @@ from refattn.arrays import (
     require_positive,
 )
 from refattn.core import options
-from refattn.core.attend import product
+from refattn.core.blocks import product
 from refattn.cost import require_sizes
 from refattn.mechanism import function, mechanism
 from refattn.mistakes.adaptive_span import adaptive_span_mutations

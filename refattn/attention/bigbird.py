@@ -30,8 +30,8 @@ import numpy as np
 from refattn import cost as costs
 from refattn.arrays import is_array, is_integer, namespace, require_axes, require_integer, to_namespace, to_numpy
 from refattn.core import options
-from refattn.core.attend import KEYS, ROWS, SMALL, Group
-from refattn.core.block_lists import Maker, one_length, some
+from refattn.core.blocks import KEYS, ROWS, SMALL, Group, Maker, one_length, some
+from refattn.core.problem import prepare
 from refattn.core.selections import Index, Lattice, Span
 from refattn.definitions.key_sets import other_keys, with_keys
 from refattn.mechanism import mechanism
@@ -220,13 +220,13 @@ def forward(
     own: dict[str, Any] = {"extra_pattern": layout.pattern()}
     if algorithm != "whole":
         own["blocks"] = layout.blocks(namespace(q, k, v), q)
-    prepared = options.prepare(q, k, v, backend=backend, algorithm=algorithm, **own, **shared)
+    prepared = prepare(q, k, v, backend=backend, algorithm=algorithm, **own, **shared)
     result, saved = prepared.run()
     return result, (prepared, saved)
 
 
 def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
-    """Cotangents of q, k, v and scale (derivation: ``refattn.core.attend.backward``)."""
+    """Cotangents of q, k, v and scale (derivation: ``refattn.core.backward``)."""
     prepared, forward_state = saved
     return prepared.gradients(forward_state, output, lse)
 

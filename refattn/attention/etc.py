@@ -50,7 +50,8 @@ from refattn.arrays import (
 )
 from refattn.contraction import einsum
 from refattn.core import options
-from refattn.core.block_lists import one_length
+from refattn.core.blocks import one_length
+from refattn.core.problem import prepare
 from refattn.core.selections import Index
 from refattn.core.terms import Term
 from refattn.mechanism import mechanism
@@ -73,7 +74,7 @@ class _Labels(Term):
         self.values, self.rows = values, rows
 
     def start(self, view: Any) -> dict[str, Any]:
-        own = view.own(self.values)
+        own = view.part(self.values)
         return {"labels": namespace(own).zeros_like(own)}
 
     def whole(self) -> dict[str, Any]:
@@ -93,7 +94,7 @@ class _Labels(Term):
     def apply(self, logits: Any, view: Any) -> tuple[Any, Any]:
         xp = view.xp
         labelled, flat = self._entries(view)
-        values = view.queries.take(view.own(self.values))  # (b, h, 1, a, p)
+        values = view.queries.take(view.part(self.values))  # (b, h, 1, a, p)
         values = xp.reshape(values, (*values.shape[:3], values.shape[-2] * values.shape[-1], 1))
         taken = xp.reshape(Index(flat).take(values), (*values.shape[:3], *labelled.shape[-2:]))
         return logits + xp.where(labelled, taken, xp.zeros_like(taken)), None
@@ -358,7 +359,7 @@ def forward(
     own = _seen_by_long(n, t, radius, global_counts, masked, lead)
     ends = None if long_counts is None else n + long_counts
     products, terms = term(long_q, _long_rows(n, clip, moved("long_labels")))
-    long = options.prepare(
+    long = prepare(
         long_q,
         keys,
         values,
@@ -373,7 +374,7 @@ def forward(
     table = moved("global_labels")
     global_products, terms = term(global_q, None if table is None else _table_rows(table))
     own_global = _seen_by_global(n, t, global_counts, tables["global_mask"])
-    whole = options.prepare(
+    whole = prepare(
         global_q,
         keys,
         values,

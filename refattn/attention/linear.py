@@ -40,7 +40,7 @@ from refattn.arrays import (
     to_namespace,
 )
 from refattn.contraction import einsum
-from refattn.core import attend
+from refattn.core.blocks import product
 from refattn.core.options import per_batch
 from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
@@ -159,7 +159,7 @@ def forward(
             states.append(sums)
             if causal:
                 weights, visible = _weights(f[..., at, :], phi_k[..., at, :])
-                own = attend.product(backend, weights, values[..., at, :], visible)
+                own = product(backend, weights, values[..., at, :], visible)
                 weighted.append(own + einsum("...qd,...de->...qe", f[..., at, :], sums))
             sums = sums + einsum("...kd,...ke->...de", phi_k[..., at, :], values[..., at, :])
         if causal and pieces:
@@ -206,11 +206,11 @@ def backward(saved: Any, *, output: Any, state: Any, normalizer: Any) -> dict[st
                 weights, visible = _weights(rows_f, rows_k)
                 d_weights, _ = _weights(d_rows, rows_v)  # dA
                 d_features.append(
-                    attend.product(backend, d_weights, rows_k, visible)
+                    product(backend, d_weights, rows_k, visible)
                     + einsum("...qe,...de->...qd", d_rows, states[n])  # dn S^T + dD z
                 )
-                d_k = d_k + attend.product(backend, d_weights, rows_f, visible, transposed=True)
-                d_v = d_v + attend.product(backend, weights, d_rows, visible, transposed=True)
+                d_k = d_k + product(backend, d_weights, rows_f, visible, transposed=True)
+                d_v = d_v + product(backend, weights, d_rows, visible, transposed=True)
                 d_sums = d_sums + einsum("...qd,...qe->...de", rows_f, d_rows)
             d_keys.append(d_k)
             d_values.append(d_v)

@@ -30,7 +30,8 @@ import numpy as np
 from refattn import cost as costs
 from refattn.arrays import namespace, require_integer
 from refattn.core import options
-from refattn.core.block_lists import Maker, banded, one_length, tiled
+from refattn.core.blocks import Maker, banded, one_length, tiled
+from refattn.core.problem import prepare
 from refattn.mechanism import mechanism
 from refattn.mistakes.local import local_mutations
 from refattn.patterns import Pattern, window
@@ -180,8 +181,8 @@ def forward(
     own: dict[str, Any] = {"extra_pattern": _pattern(*settings)}
     if algorithm != "whole" and not shared.get("keep_weights"):
         own["blocks"] = _blocks(*settings, shared.get("causal") is True, t, namespace(q, k, v), q)
-    prepared = options.prepare(q, k, v, backend=backend, algorithm=algorithm, **own, **shared)
-    result, saved = prepared.run(keep=shared.get("keep_weights", False))
+    prepared = prepare(q, k, v, backend=backend, algorithm=algorithm, **own, **shared)
+    result, saved = prepared.run()
     return result, (prepared, saved)
 
 
@@ -192,7 +193,7 @@ def _length(q: Any, k: Any) -> int:
 
 
 def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
-    """Cotangents of q, k, v and the shared options (derivation: ``refattn.core.attend.backward``)."""
+    """Cotangents of q, k, v and the shared options (derivation: ``refattn.core.backward``)."""
     prepared, forward_state = saved
     return prepared.gradients(forward_state, output, lse)
 

@@ -39,8 +39,8 @@ from refattn.arrays import (
     to_numpy,
 )
 from refattn.core import options
-from refattn.core.attend import ROWS, Group
-from refattn.core.block_lists import Maker, banded, one_length, tiled
+from refattn.core.blocks import ROWS, Group, Maker, banded, one_length, tiled
+from refattn.core.problem import prepare
 from refattn.core.selections import Index, Lattice, take_order
 from refattn.mechanism import mechanism
 from refattn.patterns import Pattern, documents, lengths, prefix, window
@@ -229,7 +229,7 @@ def forward(
     if algorithm != "whole":
         own["blocks"] = _blocks(left, right, found, lead, h, t, xp, q)
     full_q = xp.broadcast_to(q, (*lead, *q.shape[-3:]))
-    local = options.prepare(full_q, k, v, **own, **arguments, **shared)
+    local = prepare(full_q, k, v, **own, **arguments, **shared)
     result, local_state = local.run()
     output = result.output
     if not found.counts.any():
@@ -256,7 +256,7 @@ def forward(
         "key_lengths": shared.get("key_lengths"),
         "scale": shared.get("scale"),
     }
-    whole = options.prepare(queries, k_global, v_global, **arguments, **lengths)
+    whole = prepare(queries, k_global, v_global, **arguments, **lengths)
     global_result, global_state = whole.run()
     output = xp.where(is_row, take_order(global_result.output, slot), output) if rows.places.shape[-1] else output
     return Result(output=output), (
@@ -267,7 +267,7 @@ def forward(
 
 
 def backward(saved: Any, *, output: Any) -> dict[str, Any]:
-    """Cotangents of all arrays and of scale: those of the local rows and of the global rows (``refattn.core.attend.backward``)."""
+    """Cotangents of all arrays and of scale: those of the local rows and of the global rows (``refattn.core.backward``)."""
     if output is None:
         return {}
     local, local_state, rows = saved

@@ -51,11 +51,16 @@ from refattn.arrays import (
     to_namespace,
 )
 from refattn.attention.blocks.lsh import PAIRS, Multiplicity, Plan, Units, bucket_factors, hash_buckets, sort_buckets
-from refattn.core import attend, options
+from refattn.core import options
+from refattn.core.backward import backward_group
+from refattn.core.blocks import SPLIT, Group, View
+from refattn.core.forward import forward_group
+from refattn.core.problem import prepare
 from refattn.core.selections import take_order
 from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
 from refattn.mistakes.lsh import lsh_mutations
+from refattn.normalization import lse_of
 from refattn.records import Counts, Elements, Pass, Result
 
 __all__ = ["lsh_attention"]
@@ -179,8 +184,7 @@ def forward(
     eps = NORM_EPS[key_norm] if norm_eps is None else norm_eps
     keep = _mask(mask, lead, t)
     qk, v = (xp.broadcast_to(x, (*lead, *x.shape[-3:])) for x in (qk, v))
-    no_blocks = lambda visibility, group: iter(())  # noqa: E731 - never listed: the rounds below have their own
-    problem = options.prepare(qk, qk, v, backend=backend, blocks=no_blocks, **shared).problem
+    problem = prepare(qk, qk, v, backend=backend, **shared).problem
 
     full = short == "full" and t <= chunk
     if full:
@@ -417,10 +421,10 @@ class _Rounds:
         group = view.group
         return Units(
             self.plan,
-            view.own(self.order),
-            view.own(self.rank),
-            view.own(self.buckets),
-            keep=None if self.keep is None else view.own(self.keep),
+            view.part(self.order),
+            view.part(self.rank),
+            view.part(self.buckets),
+            keep=None if self.keep is None else view.part(self.keep),
             visibility=self.problem.visibility,
             numbers=(group.batches, group.heads.reshape(-1)),
         )
@@ -439,9 +443,9 @@ class _Rounds:
             terms=(Multiplicity(units, rows, keys),) if plan.duplicates == "trax1" else (),
             visibility=None,
             blocks=lambda group: units.blocks(s, rows, keys),
-            dropout=None if dropout is None else (view.own(dropout[0]), dropout[1]),
+            dropout=None if dropout is None else (view.part(dropout[0]), dropout[1]),
         )
-        whole = attend.Group(slice(0, q.shape[0]), slice(0, q.shape[1]), (0, plan.rows), view.group.heads)
+        whole = Group(slice(0, q.shape[0]), slice(0, q.shape[1]), (0, plan.rows), view.group.heads)
         return problem, whole, rows
 
     def _keys(self, x: Any) -> tuple[Any, Any]:
@@ -473,7 +477,7 @@ class _Rounds:
         heads, batches = min(h, together), max(1, together // max(1, h))
         numbers, rows = np.asarray(self.problem.heads), (0, self.plan.length)
         return [
-            attend.Group(slice(i, min(i + batches, b)), slice(j, min(j + heads, h)), rows, numbers[j : j + heads])
+            Group(slice(i, min(i + batches, b)), slice(j, min(j + heads, h)), rows, numbers[j : j + heads])
             for i in range(0, b, batches)
             for j in range(0, h, max(1, heads))
         ]
@@ -484,13 +488,13 @@ class _Rounds:
         units = self.problem.q.shape[0] * self.problem.q.shape[1]
         work = 2 * units * plan.hashes * plan.rows * plan.reach * plan.chunk
         every = tuple(range(plan.hashes))
-        apart = len(groups) < attend.SPLIT and work > APART
+        apart = len(groups) < SPLIT and work > APART
         return groups, [(s,) for s in every] if apart else [every], work
 
     def _run(self, function: Callable[..., tuple[Any, ...]], gradient: bool) -> Iterator[tuple[Any, list[Any]]]:
         """Every group's view, and what the function gives for its shares of the rounds, in order."""
         groups, shares, work = self._jobs()
-        views = [attend.View(self.problem, group, self.backend, gradient) for group in groups]
+        views = [View(self.problem, group, self.backend, gradient) for group in groups]
 
         def run(job: tuple[Any, tuple[int, ...]]) -> tuple[Any, ...]:
             with self.backend.quiet():
@@ -517,27 +521,28 @@ class _Rounds:
         if not self.last_resort:
             return output, lse, alone
         for group in self._groups():
-            view = attend.View(problem, group, backend, gradient=False)
-            here = view.own(alone)
+            view = View(problem, group, backend, gradient=False)
+            here = view.part(alone)
             if not bool(xp.any(here)):
                 continue
-            q, v, kept = view.own(problem.q)[:, :, 0, ...], view.own(problem.v), self._own_weight(view)
+            q, v, kept = view.part(problem.q)[:, :, 0, ...], view.part(problem.v), self._own_weight(view)
             with backend.quiet():
                 k, _ = self._keys(q)
-                own = xp.where(here[..., None], v if kept is None else v * kept, view.own(output))
-                logits = xp.where(here, problem.scale * xp.sum(q * k, axis=-1), view.own(lse))
+                own = xp.where(here[..., None], v if kept is None else v * kept, view.part(output))
+                logits = xp.where(here, problem.scale * xp.sum(q * k, axis=-1), view.part(lse))
             index = (group.b, group.g, ...)
             output, lse = backend.assign(output, index, own), backend.assign(lse, index, logits)
         return output, lse, alone
 
     def _forward_rounds(self, view: Any, rounds: tuple[int, ...]) -> tuple[Any, Any]:
         xp, units = self.backend.xp, self._units(view)
-        q, v = view.own(self.problem.q), view.own(self.problem.v)
+        q, v = view.part(self.problem.q), view.part(self.problem.v)
         k, _ = self._keys(q[:, :, 0, ...])
         output = lse = None
         for s in rounds:
             problem, group, _ = self._round(view, units, s, q, k, v)
-            part, z, *_ = attend.forward_group(problem, group, self.backend)
+            whole = forward_group(problem, group, self.backend)
+            part, z = whole.output, lse_of(whole.maximum, whole.row_sum)
             part, z = units.to_positions(part[:, :, 0, ...], s), units.to_positions(z[:, :, 0, :, None], s)[..., 0]
             output, lse = (part, z) if output is None else _with_round(xp, output, lse, part, z)
         return output, lse
@@ -548,7 +553,7 @@ class _Rounds:
             return None
         xp = self.backend.xp
         mask, factor = self.problem.dropout
-        mask = view.own(mask)[:, :, 0, ...]
+        mask = view.part(mask)[:, :, 0, ...]
         n_q, n_k = mask.shape[-2:]
         if n_q > 1 and n_k > 1:
             flat = xp.reshape(mask, (*mask.shape[:-2], n_q * n_k))
@@ -568,13 +573,13 @@ class _Rounds:
         d_lse = None if d_lse is None else xp.broadcast_to(d_lse, lse.shape)
 
         def rounds(view: Any, which: tuple[int, ...]) -> tuple[Any, ...]:
-            parts = [None if x is None else view.own(x) for x in (output, lse, alone, d_output, d_lse)]
+            parts = [None if x is None else view.part(x) for x in (output, lse, alone, d_output, d_lse)]
             found = self._backward_rounds(view, which, *parts)
             return found if len(which) < self.plan.hashes else self._with_own(view, found, *parts[2:])
 
         for view, (first, *others) in self._run(rounds, True):
             if others:
-                parts = [None if x is None else view.own(x) for x in (alone, d_output, d_lse)]
+                parts = [None if x is None else view.part(x) for x in (alone, d_output, d_lse)]
                 with backend.quiet():
                     for other in others:
                         first = tuple(a + b for a, b in zip(first, other, strict=True))
@@ -589,7 +594,7 @@ class _Rounds:
     ) -> tuple[Any, Any, Any, Any]:
         """Sums over some rounds: cotangents of q, k, v and scale."""
         xp, units = self.backend.xp, self._units(view)
-        q, v = view.own(self.problem.q), view.own(self.problem.v)
+        q, v = view.part(self.problem.q), view.part(self.problem.v)
         k, _ = self._keys(q[:, :, 0, ...])
         shift = xp.sum(d_output * output, axis=-1)  # Delta
         shift = xp.where(alone, xp.zeros_like(shift), shift if d_lse is None else shift - d_lse)
@@ -599,7 +604,7 @@ class _Rounds:
         for s in which:
             problem, group, rows = self._round(view, units, s, q, k, v)
             z_s, d_o = take_order(per_row[:, :, None, ...], rows), take_order(d_output[:, :, None, ...], rows)
-            a, b, c, e, _ = attend.backward_group(problem, group, self.backend, z_s[..., 0], z_s[..., 1], d_o)
+            a, b, c, e, _ = backward_group(problem, group, self.backend, z_s[..., 0], z_s[..., 1], d_o)
             d_q += units.to_positions(a[:, :, 0, ...], s)
             d_k += units.keys_to_positions(b, s)
             d_v += units.keys_to_positions(c, s)
@@ -612,7 +617,7 @@ class _Rounds:
         """Cotangents of qk, v and scale: rows that see themselves added, both roles of qk together."""
         xp, scale = self.backend.xp, self.problem.scale
         d_q, d_k, d_v, d_scale = found
-        q = view.own(self.problem.q)[:, :, 0, ...]
+        q = view.part(self.problem.q)[:, :, 0, ...]
         k, factor = self._keys(q)
         if self.last_resort:
             d_own = d_output if (kept := self._own_weight(view)) is None else d_output * kept

@@ -32,6 +32,7 @@ from refattn import cost as costs
 from refattn.arrays import broadcast_leading, device, namespace, require_axes, sum_to_shape, to_namespace
 from refattn.contraction import einsum
 from refattn.core import options
+from refattn.core.problem import prepare
 from refattn.definitions.multi_head import definition
 from refattn.mechanism import mechanism
 from refattn.mistakes.multi_head import multi_head_mutations
@@ -121,8 +122,8 @@ def forward(
         q = _heads(einsum("...qm,mhd->...hqd", x["x_q"], w_q), b_q)
         k = _behind(_heads(einsum("...km,mgd->...gkd", x["x_k"], w_k), b_k), [key for key, _ in extra])
         v = _behind(_heads(einsum("...km,mge->...gke", x["x_v"], w_v), b_v), [value for _, value in extra])
-        prepared = options.prepare(q, k, v, backend=backend, algorithm=algorithm, extra_keys=len(extra), **shared)
-        result, core = prepared.run(keep=shared.get("keep_weights", False))
+        prepared = prepare(q, k, v, backend=backend, algorithm=algorithm, extra_keys=len(extra), **shared)
+        result, core = prepared.run()
         output = einsum("...hqe,hem->...qm", result.output, w_o)
         output = _real(prepared, output if b_o is None else output + b_o)
     saved = (prepared, core, result.output, roles, x, w, bias, extra)
@@ -192,11 +193,11 @@ def _behind(x: Any, rows: list[Any]) -> Any:
 
 def _real(prepared: Any, x: Any) -> Any:
     """x (..., q, m) with zeros in the rows beyond ``query_lengths``."""
-    rows = prepared.problem.rows
+    rows = prepared.problem.query_lengths
     if rows is None:
         return x
     xp = namespace(x)
-    real = np.arange(x.shape[-2]) < np.reshape(rows, (*prepared.shape["lead"], 1))
+    real = np.arange(x.shape[-2]) < np.reshape(rows, (*prepared.lead, 1))
     return xp.where(to_namespace(real[..., None], xp, like=x), x, xp.zeros_like(x))
 
 

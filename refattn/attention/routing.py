@@ -49,7 +49,9 @@ from refattn.arrays import (
 )
 from refattn.attention.blocks.routing import Clusters
 from refattn.attention.blocks.routing_members import Routed, normalise, normalise_backward
-from refattn.core import attend, options
+from refattn.core import options
+from refattn.core.blocks import SMALL
+from refattn.core.problem import prepare
 from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
 from refattn.mistakes.routing import routing_mutations
@@ -213,11 +215,10 @@ def forward(
         entries = max(1, d * sum(n for _, n in losses))
         loss = sum(x for x, _ in losses) / entries
 
-        no_blocks = lambda visibility, group: iter(())  # noqa: E731 - the clusters are walked here
         arrays = (xp.reshape(x, (*lead, *x.shape[1:])) for x in (q_norm[0], key_norms[0], v))
         clusters = Clusters(
             backend=backend,
-            problem=options.prepare(*arrays, backend=backend, blocks=no_blocks, **shared).problem,
+            problem=prepare(*arrays, backend=backend, **shared).problem,
             members=(chosen_q, chosen_k),
             masks=(real_q, real_k),
             alike=alike,
@@ -408,7 +409,7 @@ def cost(
     written = Elements(storage=units * t * e)
     members = Elements(index=units * c * (w_q + w_k))
     kept = Elements(compute=units * c * w_q * (e + 1)) + members + inputs
-    block = Elements(compute=max(attend.SMALL, min(w_q, 16) * (w_k + n)))
+    block = Elements(compute=max(SMALL, min(w_q, 16) * (w_k + n)))
     gathered = Elements(compute=units * c * (w_q * d + (w_k + n) * (d + e)))
     return Counts(
         forward=Pass(

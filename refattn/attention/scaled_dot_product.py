@@ -26,6 +26,7 @@ import numpy as np
 
 from refattn import cost as costs
 from refattn.core import options
+from refattn.core.problem import prepare
 from refattn.mechanism import mechanism
 from refattn.mistakes.scaled_dot_product import dense_mutations
 from refattn.records import Counts, Result
@@ -67,13 +68,13 @@ def forward(q: Any, k: Any, v: Any, *, backend: Any, algorithm: str, **shared: A
     >>> float(result.output[0, 0, 0]), bool(np.isclose(result.lse[0, 0], np.log(3)))
     (5.0, True)
     """
-    prepared = options.prepare(q, k, v, backend=backend, algorithm=algorithm, **shared)
-    result, saved = prepared.run(keep=shared.get("keep_weights", False))
+    prepared = prepare(q, k, v, backend=backend, algorithm=algorithm, **shared)
+    result, saved = prepared.run()
     return result, (prepared, saved)
 
 
 def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
-    """Cotangents of q, k, v, bias, scale, softcap, ALiBi slopes and sinks (derivation: ``refattn.core.attend.backward``)."""
+    """Cotangents of q, k, v, bias, scale, softcap, ALiBi slopes and sinks (derivation: ``refattn.core.backward``)."""
     prepared, forward_state = saved
     return prepared.gradients(forward_state, output, lse)
 

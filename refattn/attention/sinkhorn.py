@@ -41,8 +41,7 @@ from refattn.arrays import (
     sum_to_shape,
 )
 from refattn.contraction import einsum
-from refattn.core import attend
-from refattn.core.block_lists import one_length
+from refattn.core.blocks import one_length, product
 from refattn.cost import require_sizes
 from refattn.mechanism import function, mechanism
 from refattn.normalization import masked_softmax, masked_softmax_backward, row_maximum
@@ -309,7 +308,7 @@ def forward(
         visible = _visible(xp, n, block) if causal else None
         products = einsum("...uad,...ucd->...uac", q_blocks, keys)
         weights, _ = masked_softmax(products * scale, visible)
-        output = attend.product(backend, weights, values, visible)
+        output = product(backend, weights, values, visible)
     output = xp.reshape(output, (*output.shape[:-3], t, v.shape[-1]))
     kept = (q_blocks, k_blocks, v_blocks, keys, values, products, weights, scores, sorting, steps)
     return Result(output=output), (kept, visible, earlier, scale, temperature, block, backend)
@@ -319,7 +318,7 @@ def _sorted(backend: Any, sorting: Any, x: Any, earlier: Any) -> Any:
     """(..., h, u, v) times (..., h, v, c, d): every place gets its mixture of blocks."""
     xp = namespace(x)
     *_, c, d = x.shape
-    moved = attend.product(backend, sorting, xp.reshape(x, (*x.shape[:-2], c * d)), earlier)
+    moved = product(backend, sorting, xp.reshape(x, (*x.shape[:-2], c * d)), earlier)
     return xp.reshape(moved, (*moved.shape[:-1], c, d))
 
 
@@ -343,19 +342,19 @@ def backward(saved: Any, *, output: Any) -> dict[str, Any]:
     xp = namespace(output)
     d_output = xp.reshape(output, (*output.shape[:-2], q_blocks.shape[-3], block, output.shape[-1]))
     with backend.quiet():
-        d_values = attend.product(backend, weights, d_output, visible, transposed=True)
+        d_values = product(backend, weights, d_output, visible, transposed=True)
         d_weights = einsum("...uae,...uce->...uac", d_output, values)
         d_logits = masked_softmax_backward(weights, d_weights)
         d_products = d_logits * scale
-        d_q = attend.product(backend, d_products, keys, visible)
-        d_keys = attend.product(backend, d_products, q_blocks, visible, transposed=True)
+        d_q = product(backend, d_products, keys, visible)
+        d_keys = product(backend, d_products, q_blocks, visible, transposed=True)
         d_sorting: Any = 0.0
         found = []
         for d_both, x in ((d_keys, k_blocks), (d_values, v_blocks)):
             d_moved, d_own = d_both[..., :block, :], d_both[..., block:, :]
             flat = xp.reshape(d_moved, (*d_moved.shape[:-2], d_moved.shape[-2] * d_moved.shape[-1]))
             d_sorting = d_sorting + einsum("...ux,...vx->...uv", flat, xp.reshape(x, (*x.shape[:-2], flat.shape[-1])))
-            back = attend.product(backend, sorting, flat, earlier, transposed=True)
+            back = product(backend, sorting, flat, earlier, transposed=True)
             found.append(d_own + xp.reshape(back, (*back.shape[:-1], *d_own.shape[-2:])))
         d_scores = _balance_backward(steps, _where(sorting != 0, d_sorting) * sorting)
         seen = real(scores) != -math.inf

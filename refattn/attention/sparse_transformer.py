@@ -35,8 +35,8 @@ from refattn import cost as costs
 from refattn import patterns
 from refattn.arrays import is_array, namespace, require_integer, require_one_of, to_numpy
 from refattn.core import options
-from refattn.core.attend import SMALL
-from refattn.core.block_lists import Maker, banded, one_length, some, tiled
+from refattn.core.blocks import SMALL, Maker, banded, one_length, some, tiled
+from refattn.core.problem import prepare
 from refattn.core.selections import Lattice
 from refattn.mechanism import mechanism
 from refattn.mistakes.sparse_transformer import sparse_mutations
@@ -308,7 +308,7 @@ def forward(
     arguments: dict[str, Any] = {"backend": backend, "algorithm": algorithm, **shared}
     repeated = None
     if algorithm == "whole" or shared.get("keep_weights"):
-        prepared = options.prepare(q, k, v, extra_pattern=_pattern(parts), **arguments)
+        prepared = prepare(q, k, v, extra_pattern=_pattern(parts), **arguments)
     else:
         blocks = _blocks(parts, t, namespace(q, k, v), q)
         numbers = _key_heads(h, g, shared.get("head_map", "repeat"))
@@ -316,13 +316,13 @@ def forward(
             repeated = (numbers, g)
             arguments["head_map"] = "repeat"
             k, v = (_repeat(x, numbers) for x in (k, v))
-        prepared = options.prepare(q, k, v, blocks=blocks, apart=len(set(parts)) > 1, **arguments)
-    result, saved = prepared.run(keep=shared.get("keep_weights", False))
+        prepared = prepare(q, k, v, blocks=blocks, apart=len(set(parts)) > 1, **arguments)
+    result, saved = prepared.run()
     return result, (prepared, saved, repeated)
 
 
 def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
-    """Cotangents of q, k, v and the shared options (derivation: ``refattn.core.attend.backward``)."""
+    """Cotangents of q, k, v and the shared options (derivation: ``refattn.core.backward``)."""
     prepared, forward_state, repeated = saved
     gradients = prepared.gradients(forward_state, output, lse)
     if repeated is not None:
@@ -332,7 +332,7 @@ def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
 
 
 def _sizes(q: Any, k: Any) -> tuple[int, int, int]:
-    """t, h, g; heads that do not divide are left to ``options.prepare``."""
+    """t, h, g; heads that do not divide are left to ``core.options``."""
     if q.ndim < 3 or k.ndim < 3 or q.shape[-2] != k.shape[-2]:
         raise ValueError(
             f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}: expected (..., h, t, d) and (..., g, t, d),"

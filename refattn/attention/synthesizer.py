@@ -36,7 +36,7 @@ import numpy as np
 
 from refattn.arrays import broadcast_leading, namespace, real, require_axes, require_one_of, sum_to_shape
 from refattn.contraction import einsum
-from refattn.core import attend
+from refattn.core.blocks import product
 from refattn.core.options import require_mask
 from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
@@ -164,7 +164,7 @@ def forward(
             alpha, _ = masked_softmax(mixture)
             logits = sum(alpha[..., s, None, None] * made[name] for s, name in enumerate(parts))
         weights, _ = masked_softmax(logits, visible)
-        output = attend.product(backend, weights, v, visible)
+        output = product(backend, weights, v, visible)
     return Result(output=output), (x, v, arrays, parts, made, alpha, weights, visible, backend)
 
 
@@ -175,7 +175,7 @@ def backward(saved: Any, *, output: Any) -> dict[str, Any]:
     x, v, arrays, parts, made, alpha, weights, visible, backend = saved
     xp = namespace(v)
     with backend.quiet():
-        found = {"v": attend.product(backend, weights, output, visible, transposed=True)}
+        found = {"v": product(backend, weights, output, visible, transposed=True)}
         d_logits = masked_softmax_backward(weights, einsum("...qe,...ke->...qk", output, v))
         if alpha is None:
             return found | _logits_backward(x, arrays, made, {parts[0]: d_logits})

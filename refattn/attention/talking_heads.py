@@ -48,13 +48,14 @@ from refattn.arrays import (
     to_namespace,
 )
 from refattn.contraction import einsum
-from refattn.core import attend, options
+from refattn.core import options
+from refattn.core.blocks import KEYS, Group, View, groups, product, slice_blocks
 from refattn.core.selections import Span
 from refattn.definitions.talking_heads import definition
 from refattn.mechanism import mechanism
 from refattn.mistakes.talking_heads import talking_heads_mutations
 from refattn.normalization import row_maximum
-from refattn.records import Block, Counts, Elements, Pass, Result
+from refattn.records import AttentionSettings, Block, Counts, Elements, Pass, Result, Sizes
 
 __all__ = ["talking_heads_attention"]
 
@@ -140,19 +141,19 @@ def forward(
             f"backend {backend.name!r} does not serve talking_heads_attention: its kernels do not mix heads"
         )
     call = _call(q, k, v, parts, shared, backend, algorithm)
-    xp, problem = backend.xp, call.prepared.problem
-    b, _, h, n_q, _ = problem.q.shape
+    xp, settings = backend.xp, call.options.settings
+    b, h, n_q = settings.sizes.b, settings.sizes.h, settings.sizes.q
     lse = xp.full((b, h, n_q), -math.inf, dtype=q.dtype, device=device(q))
     output = xp.zeros((b, v.shape[-3], n_q, v.shape[-1]), dtype=q.dtype, device=device(q))
     kept = None
-    if shared.get("keep_weights"):
+    if call.options.keep_weights:
         kept = [xp.zeros((b, h, n_q, k.shape[-2]), dtype=q.dtype, device=device(q)) for _ in range(2)]
 
-    def run(group: attend.Group) -> tuple[Any, ...]:
+    def run(group: Group) -> tuple[Any, ...]:
         with backend.quiet():
             return _forward_group(call, group, kept is not None)
 
-    tasks = attend.groups(problem)
+    tasks = groups(settings)
     for group, (o, z, own) in zip(tasks, backend.map(run, tasks, work=3 * b * h * n_q * k.shape[-2]), strict=True):
         rows = (group.b, slice(None), slice(*group.q))
         output, lse = backend.assign(output, (*rows, slice(None)), o), backend.assign(lse, rows, z)
@@ -173,17 +174,17 @@ def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
     shared by.
     """
     call, kept_lse = saved
-    backend, problem = call.prepared.backend, call.prepared.problem
+    backend, settings = call.backend, call.options.settings
     xp, lead = backend.xp, call.lead
-    b = problem.q.shape[0]
+    b = settings.sizes.b
     y, e = call.v.shape[1], call.v.shape[-1]
-    n_q = problem.q.shape[-2]
+    n_q = settings.sizes.q
     zeros = {"dtype": call.q.dtype, "device": device(call.q)}
     d_output = xp.zeros((b, y, n_q, e), **zeros) if output is None else flatten_leading(output, 3, lead)
     d_lse = None if lse is None else flatten_leading(lse, 2, lead)
     rows = (xp.where(real(kept_lse) == -math.inf, xp.zeros_like(kept_lse), kept_lse), d_lse, d_output)
 
-    def run(group: attend.Group) -> tuple[Any, ...]:
+    def run(group: Group) -> tuple[Any, ...]:
         with backend.quiet():
             return _backward_group(call, group, *rows)
 
@@ -191,12 +192,12 @@ def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
     for mix in (call.logits, call.weights):
         found |= {n: xp.zeros((b, *x.shape[1:]) if x.ndim > 2 else x.shape, **zeros) for n, x in mix.parts.items()}
     found["scale"] = xp.zeros((), **zeros)
-    for term in problem.terms:
+    for term in settings.terms:
         found |= term.whole()
-    tasks = attend.groups(problem)
+    tasks = groups(settings)
     work = 8 * b * call.logits.heads[1] * n_q * call.k.shape[-2]
     for group, (own, sums) in zip(tasks, backend.map(run, tasks, work=work), strict=True):
-        view = attend.View(problem, group, backend, gradient=True)
+        view = View(settings, group, backend, gradient=True)
         for n, part in own.items():
             queries = slice(*group.q)
             where = {"q": (slice(None), queries), "query_logits": (queries,), "query_weights": (queries,)}.get(n, ())
@@ -204,11 +205,11 @@ def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
                 found[n] = backend.accumulate(found[n], (group.b, *where, ...), part)
             else:
                 found[n] = found[n] + part
-        for term in problem.terms:
+        for term in settings.terms:
             for n in term.names:
                 found[n] = term.place(n, found[n], sums[n], view)
     own = {n: x for n, x in found.items() if n in ("q", "k", "v") or (n in _PARTS and x.ndim > 2)}
-    return {**call.prepared.shared_gradients(found), **{n: call.unflattened(x) for n, x in own.items()}}
+    return {**call.options.gradients(found), **{n: call.unflattened(x) for n, x in own.items()}}
 
 
 # ------------------------------------------------------------------------------------------------ the call
@@ -216,10 +217,9 @@ def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """Checked arguments with one batch axis: q, k (b|1,x,.,d), v (b|1,y,k,e), and the problem of the softmax heads.
+    """Checked arguments with one batch axis: q, k (b|1,x,.,d), v (b|1,y,k,e), and the options of the softmax heads.
 
-    That problem has no channels: it holds the terms, what is visible and the blocks, with the h softmax heads as the query
-    heads of one key head.
+    Those hold the terms, what is visible and the blocks, with the h softmax heads as the query heads of one key head.
     """
 
     q: Any
@@ -228,7 +228,8 @@ class _Call:
     scale: Any
     logits: "_Mix"
     weights: "_Mix"
-    prepared: options.Prepared
+    options: options.Options
+    backend: Any
     lead: tuple[int, ...]
 
     def unflattened(self, x: Any) -> Any:
@@ -251,19 +252,11 @@ def _call(q: Any, k: Any, v: Any, parts: dict[str, Any], shared: Any, backend: A
     lead = broadcast_leading(**own)
     flat = {n: flatten_leading(array, 3, lead) for n, (array, _) in own.items()}
     flat |= {n: p for n, (p, _) in given.items() if p.ndim == 2}
-    xp = backend.xp
-
-    def placeholder(*shape: int) -> Any:
-        return xp.zeros((*lead, *shape, 0), dtype=q.dtype, device=device(q))
-
-    settings = dict(shared)
-    if settings.get("scale") is None:
-        settings["scale"] = sizes["d"] ** -0.5 if sizes["d"] else 1.0
-    keys = placeholder(1, sizes["k"])
-    prepared = options.prepare(placeholder(h, sizes["q"]), keys, keys, backend=backend, algorithm=algorithm, **settings)
+    softmax = Sizes(lead=lead, h=h, g=1, q=sizes["q"], k=sizes["k"], d=sizes["d"], e=sizes["e"])
+    read = options.read(softmax, xp=backend.xp, dtype=q.dtype, device=device(q), algorithm=algorithm, **shared)
     logits = _Mix({n: flat[n] for n in ("logits_projection", "query_logits", "key_logits") if n in flat}, (x, h))
     weights = _Mix({n: flat[n] for n in ("weights_projection", "query_weights", "key_weights") if n in flat}, (h, y))
-    return _Call(flat["q"], flat["k"], flat["v"], prepared.problem.scale, logits, weights, prepared, lead)
+    return _Call(flat["q"], flat["k"], flat["v"], read.settings.scale, logits, weights, read, backend, lead)
 
 
 # ------------------------------------------------------------------------------------------------ projections over heads
@@ -279,7 +272,7 @@ class _Mix:
         self.parts, self.heads = parts, heads
         self.identity = not any(x.ndim == 2 for x in parts.values())
 
-    def on(self, view: attend.View) -> "_Mixing":
+    def on(self, view: View) -> "_Mixing":
         """This projection on the block of a view."""
         found = {}
         for name, x in self.parts.items():
@@ -375,16 +368,16 @@ class _Mixing:
         return {n: einsum(f"bnmac->{kept[n]}", share) for n in self.parts}
 
 
-def _batches(x: Any, group: attend.Group) -> Any:
+def _batches(x: Any, group: Group) -> Any:
     return x if x.shape[0] == 1 else x[group.b, ...]
 
 
 # ------------------------------------------------------------------------------------------------ one group of rows
 
 
-def _runs(problem: Any, group: attend.Group, xp: Any) -> Iterator[tuple[Span, list[Block]]]:
+def _runs(settings: Any, group: Group, xp: Any) -> Iterator[tuple[Span, list[Block]]]:
     """The blocks of a group, run by run of queries."""
-    for _, run in itertools.groupby(attend.slice_blocks(problem, group, xp), key=lambda block: id(block.queries)):
+    for _, run in itertools.groupby(slice_blocks(settings, group, xp), key=lambda block: id(block.queries)):
         blocks = list(run)
         yield blocks[0].queries, blocks
 
@@ -392,7 +385,7 @@ def _runs(problem: Any, group: attend.Group, xp: Any) -> Iterator[tuple[Span, li
 class _Logits:
     """Products and logits of the blocks of one run of queries."""
 
-    def __init__(self, call: _Call, view: attend.View, q: Any, k: Any) -> None:
+    def __init__(self, call: _Call, view: View, q: Any, k: Any) -> None:
         self.call, self.view, self.q, self.k = call, view, q, k
 
     def __call__(self, block: Block) -> tuple[Any, Any, list[Any]]:
@@ -409,11 +402,11 @@ class _Logits:
         return products, logits, kept
 
 
-def _forward_group(call: _Call, group: attend.Group, keep: bool) -> tuple[Any, Any, Any]:
+def _forward_group(call: _Call, group: Group, keep: bool) -> tuple[Any, Any, Any]:
     """Output (b, y, q, e) and lse (b, h, q) of the rows of a group; with ``keep`` also their weights and logits."""
-    backend, problem = call.prepared.backend, call.prepared.problem
+    backend, settings = call.backend, call.options.settings
     xp = backend.xp
-    view = attend.View(problem, group, backend, gradient=False)
+    view = View(settings, group, backend, gradient=False)
     q, k, v = (_batches(x, group) for x in (call.q, call.k, call.v))
     start, stop = group.q
     b, h, y = group.b.stop - group.b.start, call.logits.heads[1], v.shape[1]
@@ -422,7 +415,7 @@ def _forward_group(call: _Call, group: attend.Group, keep: bool) -> tuple[Any, A
     lse = xp.full((b, h, stop - start), -math.inf, **like)
     kept = [xp.zeros((b, h, stop - start, k.shape[-2]), **like) for _ in range(2)] if keep else None
 
-    for queries, blocks in _runs(problem, group, xp):
+    for queries, blocks in _runs(settings, group, xp):
         find = _Logits(call, view, queries.take(q) * call.scale, k)
         maximum = total = None
         for block in blocks:  # first walk: the lse of every softmax head
@@ -455,13 +448,13 @@ def _forward_group(call: _Call, group: attend.Group, keep: bool) -> tuple[Any, A
     return output, lse, kept
 
 
-def _product(view: attend.View, mixing: _Mixing, mixed: Any, values: Any, *, transposed: bool = False) -> Any:
+def _product(view: View, mixing: _Mixing, mixed: Any, values: Any, *, transposed: bool = False) -> Any:
     """mixed (b, m, a, c) @ values, where only pairs that ``mixing`` lets through from a seeing softmax head count."""
     xp = view.xp
     visible = None
     if not bool(xp.all(xp.isfinite(values))):
         visible = mixing.reached(None if view.visible is None else _heads(view.visible), mixed)
-    return attend.product(view.backend, mixed, values, visible, transposed=transposed)
+    return product(view.backend, mixed, values, visible, transposed=transposed)
 
 
 def _heads(visible: Any) -> Any:
@@ -471,11 +464,11 @@ def _heads(visible: Any) -> Any:
     return namespace(visible).reshape(visible, (1,) * (4 - visible.ndim) + tuple(visible.shape))
 
 
-def _backward_group(call: _Call, group: attend.Group, lse: Any, d_lse: Any, d_output: Any) -> tuple[Any, Any]:
+def _backward_group(call: _Call, group: Group, lse: Any, d_lse: Any, d_output: Any) -> tuple[Any, Any]:
     """Cotangents by name of one group's rows, and those of the terms; ``lse`` is finite."""
-    backend, problem = call.prepared.backend, call.prepared.problem
+    backend, settings = call.backend, call.options.settings
     xp = backend.xp
-    view = attend.View(problem, group, backend, gradient=True)
+    view = View(settings, group, backend, gradient=True)
     q, k, v, lse, d_output = (_batches(x, group) for x in (call.q, call.k, call.v, lse, d_output))
     d_lse = None if d_lse is None else _batches(d_lse, group)
     start, stop = group.q
@@ -492,10 +485,10 @@ def _backward_group(call: _Call, group: attend.Group, lse: Any, d_lse: Any, d_ou
             shape = x.shape if x.ndim == 2 else (b, lengths.get(n, x.shape[1]), *x.shape[2:])
             found[n] = xp.zeros(shape, **like)
     sums: dict[str, Any] = {}
-    for term in problem.terms:
+    for term in settings.terms:
         sums |= term.start(view)
 
-    for queries, blocks in _runs(problem, group, xp):
+    for queries, blocks in _runs(settings, group, xp):
         rows = Span(queries.start - start, queries.stop - start)
         scaled = queries.take(q) * call.scale
         find = _Logits(call, view, scaled, k)
@@ -527,7 +520,7 @@ def _backward_group(call: _Call, group: attend.Group, lse: Any, d_lse: Any, d_ou
             own = mixing.pull(dropped, d_mixed, visible, "in")
             _add(found, call.weights, own, rows, block.keys, backend)
             d_logits = view.seen(weights * (d_weights - shift))
-            for term, kept_by_term in zip(reversed(problem.terms), reversed(kept), strict=True):
+            for term, kept_by_term in zip(reversed(settings.terms), reversed(kept), strict=True):
                 d_logits = term.pull(d_logits, kept_by_term, view, sums)
             d_logits = d_logits[:, 0, ...]
             own = logits_mixing.pull(products, d_logits, visible, "out")
@@ -589,9 +582,9 @@ def cost(
     before = [logits_projection is not None, query_logits is not None, key_logits is not None]
     behind = [weights_projection is not None, query_weights is not None, key_weights is not None]
     n_before, n_behind = sum(before) * x * h, sum(behind) * h * y
-    problem = costs.softmax_problem(b=b, h=h, g=1, q=q, k=k, **settings)
-    visible = b * h * q * k if problem.visibility is None else problem.visibility.pairs(q, k, batch=b, heads=h)
-    once, twice, largest = _walked(problem)
+    plan = costs.softmax_settings(b=b, h=h, g=1, q=q, k=k, **settings)
+    visible = b * h * q * k if plan.visibility is None else plan.visibility.pairs(q, k, batch=b, heads=h)
+    once, twice, largest = _walked(plan)
 
     logits, mixed = x * d + n_before, y * e + n_behind  # products and logits; projected weights and output
     again = logits + mixed  # logits, d_weights
@@ -624,19 +617,19 @@ def cost(
     )
 
 
-def _walked(problem: Any) -> tuple[int, int, int]:
+def _walked(settings: AttentionSettings) -> tuple[int, int, int]:
     """Pairs, of all softmax heads together, of runs in one block and of the others; and those of the largest block."""
     once = twice = largest = 0
-    if problem.q.shape[-2] * problem.k.shape[-2] > costs.WALKED:
-        rows, keys, _ = costs.rows_of_tiles(problem)
+    if settings.sizes.q * settings.sizes.k > costs.WALKED:
+        rows, keys, _ = costs.rows_of_tiles(settings)
         pairs = rows * np.max(keys, axis=1)  # (b | 1, runs): a block holds all heads
-        single = np.max(keys, axis=1) <= attend.KEYS
-        alike = problem.q.shape[0] // max(1, pairs.shape[0])
+        single = np.max(keys, axis=1) <= KEYS
+        alike = settings.sizes.b // max(1, pairs.shape[0])
         once, twice = (alike * int(np.sum(pairs * side)) for side in (single, ~single))
-        return once, twice, int(np.max(rows * np.minimum(keys, attend.KEYS), initial=0))
-    for times, group in costs.distinct_groups(problem):
+        return once, twice, int(np.max(rows * np.minimum(keys, KEYS), initial=0))
+    for times, group in costs.distinct_groups(settings):
         units = times * (group.b.stop - group.b.start)
-        for queries, blocks in _runs(problem, group, np):
+        for queries, blocks in _runs(settings, group, np):
             pairs = [(queries.stop - queries.start) * (n.keys.stop - n.keys.start) for n in blocks]
             once, twice = once + units * sum(pairs) * (len(blocks) == 1), twice + units * sum(pairs) * (len(blocks) > 1)
             largest = max(largest, units // times * max(pairs))

@@ -30,8 +30,10 @@ import numpy as np
 from refattn import cost as costs
 from refattn import patterns
 from refattn.arrays import device, is_array, is_integer, require_integer, to_namespace, to_numpy
-from refattn.core import attend, options
-from refattn.core.block_lists import Maker
+from refattn.core import options
+from refattn.core.blocks import Group, Maker, groups
+from refattn.core.forward import rows_of_logits
+from refattn.core.problem import Prepared, prepare
 from refattn.core.selections import Index, Lattice
 from refattn.definitions.key_sets import as_mask
 from refattn.mechanism import mechanism
@@ -48,18 +50,18 @@ _GATHERED = 1 << 21
 # ---------------------------------------------------------------------- the choice
 
 
-def _choose(prepared: options.Prepared, count: int) -> Any:
+def _choose(prepared: Prepared, count: int) -> Any:
     """(b, h, q, count) ints: keys by falling logit, -1 where a row sees no more."""
     problem, backend = prepared.problem, prepared.backend
     xp = backend.xp
     b, g, r, q, _ = problem.q.shape
     chosen = xp.full((b, g, r, q, count), -1, dtype=xp.int64, device=device(problem.q))
-    tasks = attend.groups(problem)
+    tasks = groups(problem)
 
-    def run(group: attend.Group) -> Any:
+    def run(group: Group) -> Any:
         with backend.quiet():
             parts = []
-            for logits in attend.rows_of_logits(problem, group, backend):
+            for logits in rows_of_logits(problem, group, backend):
                 order = xp.astype(backend.top_k(logits, count), xp.int64)
                 taken = xp.take_along_axis(logits, order, axis=-1)
                 parts.append(xp.where(taken == -xp.inf, xp.full_like(order, -1), order))
@@ -113,7 +115,7 @@ def _blocks(indices: Any, n_q: int, n_k: int, channels: int, xp: Any, like: Any)
     """Each query a block of its own, with the keys that were chosen for it; indices (b, h, q, n)."""
     n = indices.shape[-1]
 
-    def blocks(visibility: patterns.Pattern | None, group: attend.Group) -> Iterator[Block]:
+    def blocks(visibility: patterns.Pattern | None, group: Group) -> Iterator[Block]:
         make = Maker(visibility, group, n_q, n_k, xp, like)
         rows = max(1, _GATHERED // max(1, make.units * n * channels))
         if not n:
@@ -187,8 +189,8 @@ def forward(
     count = _arguments(count, indices, n_k)
     arguments = {"backend": backend, "algorithm": algorithm, **shared}
     whole = algorithm == "whole" or bool(shared.get("keep_weights"))
-    search = options.prepare(q, k, v, **arguments)
-    xp, lead = search.backend.xp, search.shape["lead"]
+    search = prepare(q, k, v, **arguments)
+    xp, lead = search.backend.xp, search.lead
     if count is None:
         chosen = to_namespace(_given(indices, lead, h, n_q, n_k).copy(), xp, like=q)
     else:
@@ -199,8 +201,8 @@ def forward(
     else:
         flat = xp.reshape(chosen, (math.prod(lead), h, n_q, chosen.shape[-1]))
         own = {"blocks": _blocks(flat, n_q, n_k, max(q.shape[-1], v.shape[-1]), xp, q)}
-    prepared = options.prepare(q, k, v, **own, **arguments)
-    result, saved = prepared.run(keep=shared.get("keep_weights", False))
+    prepared = prepare(q, k, v, **own, **arguments)
+    result, saved = prepared.run()
     return Result(**result.fields, indices=chosen), (prepared, saved)
 
 
@@ -213,7 +215,7 @@ def _sizes(q: Any, k: Any) -> tuple[int, int, int]:
 
 
 def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
-    """Cotangents of q, k, v and the shared options, over the chosen pairs (derivation: ``refattn.core.attend.backward``)."""
+    """Cotangents of q, k, v and the shared options, over the chosen pairs (derivation: ``refattn.core.backward``)."""
     prepared, forward_state = saved
     return prepared.gradients(forward_state, output, lse)
 
@@ -238,7 +240,7 @@ def cost(
     costs.require_sizes(b=b, h=h, q=q, k=k, d=d, e=e)
     searched = _arguments(count, indices, k) is not None
     rows = b * h * q
-    visibility = costs.softmax_problem(b=b, h=h, g=h, q=q, k=k, d=d, e=e, **shared).visibility
+    visibility = costs.softmax_settings(b=b, h=h, g=h, q=q, k=k, d=d, e=e, **shared).visibility
     if searched:
         n = int(count or 0)
         compared = rows * k if visibility is None else visibility.pairs(q, k, batch=b, heads=h)

@@ -52,11 +52,13 @@ from refattn.arrays import (
     to_numpy,
 )
 from refattn.contraction import einsum
-from refattn.core import attend, options
+from refattn.core import options
+from refattn.core.blocks import KEYS, listed_blocks
+from refattn.core.problem import prepare
 from refattn.core.terms import Relative
 from refattn.mechanism import mechanism
 from refattn.mistakes.transformer_xl import transformer_xl_mutations
-from refattn.records import Counts, Elements, Pass, Result
+from refattn.records import AttentionSettings, Counts, Elements, Pass, Result
 
 __all__ = ["transformer_xl_attention"]
 
@@ -156,11 +158,10 @@ def forward(
         return [Relative(query, table, position_bias, n_q - 1 if causal else n_q, places)]
 
     seen = _visibility(n_q, n_k, causal, same_length)
-    keep = bool(shared.get("keep_weights", False))
-    prepared = options.prepare(
+    prepared = prepare(
         q_content, k_content, v, backend=backend, algorithm=algorithm, extra_terms=relative, **seen, **shared
     )
-    result, done = prepared.run(keep=keep)
+    result, done = prepared.run()
     if keep_terms:
         scale = prepared.problem.scale
         terms = _terms(q, k, given, scale, n_p, causal, places)
@@ -179,7 +180,7 @@ def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
     prepared, done, given, q_position = saved
     found = prepared.gradients(done, output, lse)
     xp = namespace(found["q"])
-    lead, scale = prepared.shape["lead"], prepared.problem.scale
+    lead, scale = prepared.lead, prepared.problem.scale
     gradients = {name: g for name, g in found.items() if not name.startswith("relative_")}
     if given["absolute_q"] is not None:
         return {**gradients, "absolute_q": found["q"], "absolute_k": found["k"]}
@@ -333,7 +334,7 @@ def cost(
     shared = {**_visibility(q, k, causal, same_length), **shared}
     base = costs.softmax_counts(b=b, h=h, q=q, k=k, d=d, e=e, **shared)
     pairs = base.forward.multiplies // max(1, d + (d if e is None else e))
-    entries = _position_entries(costs.softmax_problem(b=b, h=h, g=h, q=q, k=k, d=d, **shared), causal)
+    entries = _position_entries(costs.softmax_settings(b=b, h=h, g=h, q=q, k=k, d=d, **shared), causal)
     table = Elements(storage=h * d * (k if causal else k + q))
     positions = Counts(
         forward=Pass(multiplies=pairs * d, computed=entries * d, elementwise=pairs, read=table),
@@ -344,16 +345,16 @@ def cost(
     return base + positions
 
 
-def _position_entries(problem: Any, causal: bool) -> int:
+def _position_entries(settings: AttentionSettings, causal: bool) -> int:
     """Query-row products over all blocks that would be computed."""
-    q, k = problem.q.shape[-2], problem.k.shape[-2]
+    q, k = settings.sizes.q, settings.sizes.k
     table, origin, total = k if causal else k + q, q - 1 if causal else q, 0
     if q * k > costs.WALKED:
-        rows, keys, units = costs.rows_of_tiles(problem)
-        return units * int((rows * np.minimum(table, keys + -(-keys // attend.KEYS) * (rows - 1))).sum())
-    for times, group in costs.distinct_groups(problem):
+        rows, keys, units = costs.rows_of_tiles(settings)
+        return units * int((rows * np.minimum(table, keys + -(-keys // KEYS) * (rows - 1))).sum())
+    for times, group in costs.distinct_groups(settings):
         units = times * (group.b.stop - group.b.start) * group.heads.size
-        for block in attend.listed_blocks(problem, group, np):
+        for block in listed_blocks(settings, group, np):
             i, j = block.queries, block.keys
             entries = min(table, j.stop + origin - i.start) - min(table, j.start + origin - i.stop + 1)
             total += units * (i.stop - i.start) * entries

@@ -1,9 +1,9 @@
-"""The options that the softmax mechanisms share: checked, and turned into a problem for the core and back.
+"""The options that the softmax mechanisms share: read and checked against the sizes of a call.
 
     logits = scale q.k -> score_mod -> softcap -> + bias + ALiBi -> visibility -> sinks -> softmax -> dropout -> . v
 
-``takes`` gives a mechanism's forward their names, ``prepare`` builds the :class:`~refattn.records.AttentionProblem`,
-and the :class:`Prepared` it returns lays results and gradients out as the caller's arrays are.
+``takes`` gives a mechanism's forward their names; ``read`` turns them into :class:`~refattn.records.AttentionSettings`, from
+sizes alone, so that costs can be counted without arrays; ``refattn.core.problem`` adds the arrays.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import difflib
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,33 +19,37 @@ import numpy as np
 
 from refattn import patterns
 from refattn.arrays import (
+    LARGEST,
     broadcast_leading,
-    device,
     flatten_leading,
     is_array,
     is_bool,
+    is_complex,
     is_integer,
     namespace,
     require_array,
     require_finite,
     require_flag,
+    require_integer,
+    require_number,
     require_one_of,
     require_positive,
-    to_namespace,
     to_numpy,
 )
-from refattn.core import attend
-from refattn.core import terms as scores
+from refattn.core import blocks as cutting
 from refattn.core.selections import Span
-from refattn.records import AttentionProblem, Block, Result
+from refattn.core.terms import Alibi, Among, Bias, ScoreMod, SoftCap
+from refattn.records import AttentionSettings, Block, Sizes
 
 __all__ = [
     "DIFFERENTIABLE",
     "SHARED",
-    "Prepared",
+    "Heads",
+    "Options",
     "offsets",
     "per_batch",
-    "prepare",
+    "read",
+    "read_sizes",
     "require_broadcast",
     "require_mask",
     "takes",
@@ -131,11 +136,11 @@ def takes(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     def decorate(forward: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(forward)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=SHARED[n]) for n in chosen]
-        internal = [p for p in own if p.name in ("backend", "algorithm")]
-        own = [p for p in own if p not in internal]
-        forward.__signature__ = signature.replace(parameters=[*own, *extra, *internal])  # type: ignore[attr-defined]
+        internal = [p for p in named if p.name in ("backend", "algorithm")]
+        named = [p for p in named if p not in internal]
+        forward.__signature__ = signature.replace(parameters=[*named, *extra, *internal])  # type: ignore[attr-defined]
         if forward.__doc__ and "{shared}" in forward.__doc__:
             entries = _entries(SHARED_DOC)
             text = "\n".join(entry for keys, entry in entries if any(k in chosen for k in keys))
@@ -146,70 +151,17 @@ def takes(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _entries(text: str) -> list[tuple[list[str], str]]:
-    found: list[tuple[list[str], list[str]]] = []
+    """The entries of numpydoc text: the names that each documents, and its lines."""
+    entries: list[tuple[list[str], list[str]]] = []
     for line in text.strip("\n").split("\n"):
         if line.startswith("    ") and not line.startswith("     "):
-            found.append(([n.strip() for n in line.split(" : ")[0].split(",")], [line]))
+            entries.append(([n.strip() for n in line.split(" : ")[0].split(",")], [line]))
         else:
-            found[-1][1].append(line)
-    return [(names, "\n".join(lines)) for names, lines in found]
+            entries[-1][1].append(line)
+    return [(names, "\n".join(lines)) for names, lines in entries]
 
 
-class Prepared:
-    """A problem in the core's layout, and the way back to the caller's."""
-
-    def __init__(self, problem: AttentionProblem, backend: Any, shape: dict[str, Any], layout: "_Heads") -> None:
-        self.problem, self.backend, self.shape, self.layout = problem, backend, shape, layout
-        self.given: dict[str, Any] = {}
-
-    def run(self, *, keep: bool = False) -> tuple[Result, Any]:
-        """Result with output (..., h, q, e), lse (..., h, q) (and logits, weights), and what ``gradients`` needs."""
-        kernel = self.backend if self.backend.fused else None
-        if kernel is not None:
-            if keep:
-                raise ValueError(f"backend {kernel.name!r} does not serve this call: it keeps no weights")
-            ok, reason = kernel.serves(self.problem)
-            if not ok:
-                raise ValueError(f"backend {kernel.name!r} does not serve this call: {reason}")
-            done = attend.finish(self.problem, kernel, *kernel.forward(self.problem))
-        else:
-            done = attend.forward(self.problem, self.backend, keep=keep)
-        lse = done.lse if self.problem.lse_includes_sinks else done.lse_keys
-        fields = {"output": self._out(done.output, 2), "lse": self._out(lse, 1)}
-        if keep:
-            fields.update(weights=self._out(done.weights, 2), logits=self._out(done.logits, 2))
-        return Result(**fields), done
-
-    def gradients(self, saved: Any, output: Any, lse: Any) -> dict[str, Any]:
-        """Cotangents of q, k, v and the shared options from those of output and lse."""
-        kernel = self.backend
-        if kernel.fused:  # no fused kernel has a backward of its own yet: the recomputation needs only output and lse
-            from refattn import backends
-
-            kernel = backends.resolve("numpy" if kernel.xp is np else "array_api", kernel.xp)
-        flat_o = None if output is None else self.layout.split(flatten_leading(output, 3, self.shape["lead"]))
-        flat_l = None if lse is None else self.layout.split(flatten_leading(lse, 2, self.shape["lead"]))
-        found = attend.backward(self.problem, kernel, saved, flat_o, flat_l)
-        own = {"q": self._out(found.pop("q"), 2), "k": self._keys(found.pop("k")), "v": self._keys(found.pop("v"))}
-        return {**own, **self.shared_gradients(found)}
-
-    def shared_gradients(self, found: dict[str, Any]) -> dict[str, Any]:
-        """Cotangents of the shared options from the core's layout into the caller's; others stay as they are."""
-        given = {n: self.layout.join(g, self.given[n]) for n, g in found.items() if n in self.given}
-        return {**found, **{n: namespace(g).reshape(g, self.shape[n]) for n, g in given.items()}}
-
-    def _out(self, x: Any, tail: int) -> Any:
-        """(b, g, r, q, ...) -> (..., h, q, ...)."""
-        x = self.layout.join(x, 1)
-        return namespace(x).reshape(x, (*self.shape["lead"], *x.shape[1:]))
-
-    def _keys(self, x: Any) -> Any:
-        """(b|1, g, k, .) -> (..., g, k, .), still to be summed over broadcast axes."""
-        lead = self.shape["lead"] if x.shape[0] != 1 else (1,) * len(self.shape["lead"])
-        return namespace(x).reshape(x, (*lead, *x.shape[1:]))
-
-
-class _Heads:
+class Heads:
     """Query heads h <-> (g, r): the r query heads of each of the g key heads."""
 
     def __init__(self, h: int, g: int, head_map: str) -> None:
@@ -240,46 +192,15 @@ class _Heads:
         return xp.reshape(x, (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :]))
 
 
-def prepare(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    backend: Any,
-    algorithm: str = "auto",
-    extra_pattern: Any = None,
-    blocks: Callable[..., Any] | None = None,
-    extra_terms: Callable[..., Sequence[Any]] | None = None,
-    apart: bool = False,
-    extra_keys: int = 0,
-    **options: Any,
-) -> Prepared:
-    """Check q (..., h, q, d), k (..., g, k, d), v (..., g, k, e) and the shared options; build the problem.
-
-    ``extra_pattern`` is the mechanism's own, joined by "and".  ``blocks(visibility, group)`` lists the mechanism's own
-    blocks, given everything else that restricts visibility; without it the core cuts slices.  ``extra_terms(layout, lead)``
-    gives score terms that come first; what they add up stands in ``Prepared.gradients`` as they laid it out.
-    ``apart``: the blocks of one key head are not those of another.
-    The last ``extra_keys`` keys are seen by every real row, and of the terms only a soft cap changes their logits.
-    """
-    for name in options:
-        if name not in SHARED:
-            near = difflib.get_close_matches(name, SHARED, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; they are {', '.join(SHARED)}"
-            raise TypeError(f"{name!r} is no option of softmax attention{hint}")
-    options = {**SHARED, **options}
-    for name in ("causal", "softcap_after_bias", "lse_includes_sinks", "keep_weights"):
-        options[name] = require_flag(name, options[name])
-    for name, x in (("q", q), ("k", k), ("v", v)):
+def read_sizes(q: Any, k: Any, v: Any) -> Sizes:
+    """Sizes of q (..., h, q, d), k (..., g, k, d) and v (..., g, k, e), which must agree."""
+    for name, x, axes in (("q", q, "h, q, d"), ("k", k, "g, k, d"), ("v", v, "g, k, e")):
         require_array(name, x)
-    xp = namespace(q, k, v)
-    for name, x, axes in (("q", q, "h q d"), ("k", k, "g k d"), ("v", v, "g k e")):
         if x.ndim < 3:
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}: expected at least 3 axes (..., {axes.replace(' ', ', ')})"
-            )
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: expected at least 3 axes (..., {axes})")
+    namespace(q, k, v)
     lead = broadcast_leading(q=(q, 3), k=(k, 3), v=(v, 3))
-    (h, n_q, d), (g, n_k, d_k), (g_v, n_v) = q.shape[-3:], k.shape[-3:], v.shape[-3:-1]
+    (h, n_q, d), (g, n_k, d_k), (g_v, n_v, e) = (tuple(x.shape[-3:]) for x in (q, k, v))
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if d != d_k:
         raise ValueError(f"channels: q has {d} and k has {d_k}: expected the same ({shapes})")
@@ -289,146 +210,267 @@ def prepare(
         raise ValueError(f"heads: k has {g} and v has {g_v}: expected the same ({shapes})")
     if (g == 0 and h != 0) or (g and h % g):
         raise ValueError(f"heads: q has {h} and k has {g}, and {h} is not a multiple of {g} ({shapes})")
-    n_k -= extra_keys
-    require_one_of("head_map", options["head_map"], ("repeat", "tile"))
-    layout = _Heads(h, g, options["head_map"])
-    shape: dict[str, Any] = {"lead": lead}
-    batch = math.prod(lead)
+    return Sizes(lead=lead, h=h, g=g, q=n_q, k=n_k, d=d, e=e)
 
-    scale = options["scale"]
-    if scale is None:
-        scale = d**-0.5 if d else 1.0
-    else:
-        require_finite("scale", scale)
 
-    def spread(name: str, x: Any) -> Any:
-        """A (..., h, q, k)-like array as (b|1, g|1, r|1, q|1, k|1)."""
-        every = name == "dropout_mask" and is_array(x) and tuple(x.shape[-1:]) == (n_k + extra_keys,)
-        require_broadcast(name, x, (*lead, h, n_q, n_k + extra_keys if every else n_k))
-        full = xp.reshape(x, (1,) * (3 - x.ndim) + tuple(x.shape)) if x.ndim < 3 else x
-        own = full.shape[:-3]
-        flat = flatten_leading(full, 3, lead)
-        shape[name] = (*lead, *flat.shape[1:]) if math.prod(own) != 1 else tuple(full.shape)
-        return layout.split(flat)
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The shared options of one call as the core takes them, and the way of their gradients back to the caller's shapes."""
 
-    terms: list[Any] = [] if extra_terms is None else list(extra_terms(layout, lead))
-    given: dict[str, int] = {}
-    offset = offsets(lead, n_q, n_k, options)
-    if options["score_mod"] is not None:
-        if not callable(options["score_mod"]):
-            raise TypeError(
-                f"score_mod is a {type(options['score_mod']).__name__}: expected a function (logits, b, h, i, j)"
-            )
-        terms.append(scores.ScoreMod(options["score_mod"]))
-    cap = options["softcap"]
-    if cap is not None:
-        require_positive("softcap", cap)
-        cap = scores.SoftCap(
-            xp.asarray(cap, dtype=q.dtype, device=device(q)) if not is_array(cap) else xp.reshape(cap, ())
-        )
-        shape["softcap"] = ()
-    added: list[Any] = []
-    if options["bias"] is not None:
-        added.append(scores.Bias(spread("bias", options["bias"])))
-        given["bias"] = 1
-    if options["alibi_slopes"] is not None:
-        slopes = options["alibi_slopes"]
-        require_array("alibi_slopes", slopes)
-        if tuple(slopes.shape) != (h,):
-            raise ValueError(f"alibi_slopes has shape {tuple(slopes.shape)}: expected ({h},), one per query head")
-        added.append(scores.Alibi(layout.split(slopes, 0), offset))
-        shape["alibi_slopes"], given["alibi_slopes"] = (h,), 0
-    if cap is None:
-        terms += added
-    else:
-        terms += [*added, cap] if options["softcap_after_bias"] else [cap, *added]
+    settings: AttentionSettings
+    heads: Heads
+    keep_weights: bool
+    shapes: dict[str, tuple[int, ...]]
+    """Of each differentiable option, with the broadcast axes that its gradient still has."""
+    head_axes: dict[str, int]
+    """Where the core's gradient of an option has its heads (g, r)."""
 
-    visibility, rows = _visibility(q, lead, h, n_q, n_k, offset, options)
+    def gradients(self, core: dict[str, Any]) -> dict[str, Any]:
+        """Cotangents of the shared options from the core's layout into the caller's; others stay as they are."""
+        joined = {n: self.heads.join(g, self.head_axes[n]) if n in self.head_axes else g for n, g in core.items()}
+        return {n: namespace(g).reshape(g, self.shapes[n]) if n in self.shapes else g for n, g in joined.items()}
+
+
+def read(
+    sizes: Sizes,
+    *,
+    xp: Any,
+    dtype: Any,
+    device: Any = None,
+    algorithm: str = "auto",
+    extra_pattern: Any = None,
+    blocks: Callable[..., Any] | None = None,
+    extra_terms: Callable[..., Sequence[Any]] | None = None,
+    apart: bool = False,
+    extra_keys: int = 0,
+    **options: Any,
+) -> Options:
+    """Check the shared options and say what they mean for attention of these sizes.
+
+    Parameters
+    ----------
+    sizes : Sizes
+        ``k`` counts the extra keys.
+    xp, dtype, device
+        Library, compute dtype and device of the arrays of the call.
+    algorithm : {"auto", "whole", "tiled"}
+    extra_pattern : Pattern
+        The mechanism's own, joined by "and".
+    blocks : callable (visibility, group) -> blocks
+        The mechanism's own blocks, given everything else that restricts visibility; without it the core cuts slices.
+    extra_terms : callable (heads, lead) -> terms
+        Terms that come first; their cotangents stay as they lay them out.
+    apart : bool
+        The blocks of one key head are not those of another.
+    extra_keys : int
+        The last so many keys are seen by every real row, and of the terms only a soft cap changes their logits.
+    **options
+        The shared options.
+    """
+    options = _named(options)
+    heads = Heads(sizes.h, sizes.g, options["head_map"])
+    others = dataclasses.replace(sizes, k=sizes.k - extra_keys)  # what options speak of
+    reader = _Reader(others, heads, xp, dtype, device)
+    offset = offsets(sizes.lead, others.q, others.k, options)
+    terms = () if extra_terms is None else tuple(extra_terms(heads, sizes.lead))
+    terms += reader.terms(options, offset)
+    lengths = {n: reader.lengths(n, options[n]) for n in ("query_lengths", "key_lengths")}
+    visibility = _visibility(others, offset, lengths, options)
     if extra_pattern is not None and blocks is None:
-        fitted = extra_pattern.fit(n_q, n_k, batch=lead, heads=h)
+        fitted = extra_pattern.fit(others.q, others.k, batch=sizes.lead, heads=sizes.h)
         visibility = fitted if visibility is None else visibility & fitted
-    own_blocks = None
-    if blocks is not None:
-        restricting = visibility
-
-        def own_blocks(group: Any) -> Any:
-            return blocks(restricting, group)
-
-    sinks = options["sinks"]
-    if sinks is not None:
-        require_array("sinks", sinks)
-        if sinks.ndim not in (1, 2) or sinks.shape[0] != h:
-            raise ValueError(f"sinks has shape {tuple(sinks.shape)}: expected ({h},) or ({h}, n), per query head")
-        shape["sinks"], given["sinks"] = tuple(sinks.shape), 0
-        sinks = layout.split(xp.reshape(sinks, (h, 1)) if sinks.ndim == 1 else sinks, 0)
-
-    dropout = _dropout(options, spread)
-    if dropout is not None and extra_keys and dropout[0].shape[-1] != n_k + extra_keys:
-        kept, factor = dropout  # a mask over the k keys drops no others
-        kept = xp.broadcast_to(kept, (*kept.shape[:-1], n_k))
-        others = xp.ones((*kept.shape[:-1], extra_keys), dtype=xp.bool, device=device(q))
-        dropout = xp.concat([kept, others], axis=-1), factor
-
-    flat_q = layout.split(flatten_leading(q, 3, lead))
-    if flat_q.shape[0] != batch:  # the queries are shared by a batch that only the keys have
-        flat_q = xp.broadcast_to(flat_q, (batch, *flat_q.shape[1:]))
-    problem = AttentionProblem(
-        q=flat_q,
-        k=flatten_leading(k, 3, lead),
-        v=flatten_leading(v, 3, lead),
-        scale=scale if not is_array(scale) else xp.reshape(scale, ()),
-        heads=layout.numbers,
-        terms=tuple(terms),
+    scale = options["scale"]
+    settings = AttentionSettings(
+        sizes=others,
+        heads=heads.numbers,
+        scale=_default_scale(sizes.d) if scale is None else reader.number("scale", scale),
+        dtype=dtype,
+        device=device,
+        terms=terms,
         visibility=visibility,
-        blocks=own_blocks,
-        sinks=sinks,
+        **lengths,
+        sinks=reader.sinks(options["sinks"]),
         lse_includes_sinks=options["lse_includes_sinks"],
-        dropout=dropout,
-        rows=rows,
-        tile=_tile(algorithm, options["keep_weights"], layout.r, n_q, n_k),
+        dropout=reader.dropout(options["dropout_mask"], options["dropout_rate"], extra_keys),
+        blocks=None if blocks is None else functools.partial(blocks, visibility),
+        tile=_tile(algorithm, options["keep_weights"], others),
         apart=apart,
     )
     if extra_keys:
-        problem = _with_extra_keys(problem, extra_keys, xp, whole=options["keep_weights"])
-    prepared = Prepared(problem, backend, shape, layout)
-    prepared.given = given
-    return prepared
+        settings = _with_extra_keys(settings, extra_keys, xp, whole=options["keep_weights"])
+    return Options(settings, heads, options["keep_weights"], reader.shapes, reader.head_axes)
 
 
-def _with_extra_keys(problem: AttentionProblem, count: int, xp: Any, *, whole: bool) -> AttentionProblem:
-    """The problem with its last ``count`` keys in blocks of their own, which no pattern and no term but a cap touches.
-
-    ``whole``: the other keys in one block, invisible pairs included.
-    """
-    n_k = problem.k.shape[-2] - count
-    inner = dataclasses.replace(problem, k=problem.k[..., :n_k, :])
-    rows = problem.tile[0] if problem.tile else max(16, attend.ROWS // max(1, problem.q.shape[2]))
-
-    cut = attend.whole_block if whole else attend.slice_blocks
-
-    def blocks(group: attend.Group) -> Iterator[Block]:
-        for i0 in range(*group.q, rows):
-            queries = Span(i0, min(i0 + rows, group.q[1]))
-            for block in cut(inner, dataclasses.replace(group, q=queries.extent), xp):
-                yield Block(queries, block.keys, block.visible)
-            real_rows = None
-            if problem.rows is not None:  # padded queries are not read
-                real = np.arange(*queries.extent) < np.asarray(problem.rows)[group.b][:, None, None, None]
-                real_rows = functools.partial(to_namespace, real[..., None], xp, like=problem.q)
-            yield Block(queries, Span(n_k, n_k + count), real_rows)
-
-    terms = tuple(t if isinstance(t, scores.SoftCap) else scores.Among(t, n_k) for t in problem.terms)
-    return dataclasses.replace(problem, blocks=blocks, terms=terms)
+def _named(options: dict[str, Any]) -> dict[str, Any]:
+    """All shared options, with defaults, their flags as bools."""
+    for name in options:
+        if name not in SHARED:
+            near = difflib.get_close_matches(name, SHARED, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; they are {', '.join(SHARED)}"
+            raise TypeError(f"{name!r} is no option of softmax attention{hint}")
+    options = {**SHARED, **options}
+    for name in ("causal", "softcap_after_bias", "lse_includes_sinks", "keep_weights"):
+        options[name] = require_flag(name, options[name])
+    require_one_of("head_map", options["head_map"], ("repeat", "tile"))
+    options["window"] = _window(options["window"])
+    return options
 
 
-def _tile(algorithm: str, keep: bool, r: int, n_q: int, n_k: int) -> tuple[int, int] | None:
+def _default_scale(d: int) -> float:
+    return d**-0.5 if d else 1.0
+
+
+def _tile(algorithm: str, keep: bool, sizes: Sizes) -> tuple[int, int] | None:
     if keep and algorithm == "tiled":
         raise ValueError("keep_weights needs algorithm='whole': the tiled one never holds all weights")
     if keep or algorithm == "whole":
-        return max(1, n_q), max(1, n_k)
+        return max(1, sizes.q), max(1, sizes.k)
     if algorithm == "tiled":  # small enough that short inputs have several tiles too
-        return max(1, min(attend.ROWS // max(1, r), -(-n_q // 3))), max(1, min(attend.KEYS, -(-n_k // 3)))
+        rows = min(cutting.ROWS // max(1, sizes.r), -(-sizes.q // 3))
+        return max(1, rows), max(1, min(cutting.KEYS, -(-sizes.k // 3)))
     return None
+
+
+class _Reader:
+    """Options of one call in the core's layout; keeps what leads their gradients back."""
+
+    def __init__(self, sizes: Sizes, heads: Heads, xp: Any, dtype: Any, device: Any) -> None:
+        self.sizes, self.heads, self.xp, self.dtype, self.device = sizes, heads, xp, dtype, device
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.head_axes: dict[str, int] = {}
+
+    def number(self, name: str, value: Any) -> Any:
+        """A finite number, or a 0-d array of one."""
+        if isinstance(require_finite(name, value), complex) and not is_complex(self.dtype):
+            raise TypeError(f"{name} is {value!r}: expected a real number")
+        return self.xp.reshape(value, ()) if is_array(value) else value
+
+    def terms(self, options: dict[str, Any], offset: np.ndarray) -> tuple[Any, ...]:
+        """What is done to a logit, in order."""
+        first: list[Any] = []
+        if options["score_mod"] is not None:
+            if not callable(options["score_mod"]):
+                kind = type(options["score_mod"]).__name__
+                raise TypeError(f"score_mod is a {kind}: expected a function (logits, b, h, i, j)")
+            first.append(ScoreMod(options["score_mod"]))
+        cap = self._cap(options["softcap"])
+        added: list[Any] = []
+        if options["bias"] is not None:
+            added.append(Bias(self.pairs("bias", options["bias"])))
+            self.head_axes["bias"] = 1
+        if options["alibi_slopes"] is not None:
+            added.append(Alibi(self._slopes(options["alibi_slopes"]), offset))
+        return (*first, *added, *cap) if options["softcap_after_bias"] else (*first, *cap, *added)
+
+    def _cap(self, value: Any) -> tuple[Any, ...]:
+        if value is None:
+            return ()
+        require_positive("softcap", value)
+        value = self.number("softcap", value)
+        self.shapes["softcap"] = ()
+        if not is_array(value):
+            value = self.xp.asarray(value, dtype=self.dtype, device=self.device)
+        return (SoftCap(value),)
+
+    def _slopes(self, slopes: Any) -> Any:
+        h = self.sizes.h
+        require_array("alibi_slopes", slopes)
+        if tuple(slopes.shape) != (h,):
+            raise ValueError(f"alibi_slopes has shape {tuple(slopes.shape)}: expected ({h},), one per query head")
+        self.shapes["alibi_slopes"], self.head_axes["alibi_slopes"] = (h,), 0
+        return self.heads.split(slopes, 0)
+
+    def pairs(self, name: str, x: Any, *, extra_keys: int = 0) -> Any:
+        """An array that broadcasts to (..., h, q, k), as (b|1, g|1, r|1, q|1, k|1)."""
+        xp, lead = self.xp, self.sizes.lead
+        require_broadcast(name, x, (*lead, self.sizes.h, self.sizes.q, self.sizes.k + extra_keys))
+        full = xp.reshape(x, (1,) * (3 - x.ndim) + tuple(x.shape)) if x.ndim < 3 else x
+        flat = flatten_leading(full, 3, lead)
+        self.shapes[name] = (*lead, *flat.shape[1:]) if math.prod(full.shape[:-3]) != 1 else tuple(full.shape)
+        return self.heads.split(flat)
+
+    def sinks(self, sinks: Any) -> Any:
+        """(g, r, n)."""
+        if sinks is None:
+            return None
+        h = self.sizes.h
+        require_array("sinks", sinks)
+        if sinks.ndim not in (1, 2) or sinks.shape[0] != h:
+            raise ValueError(f"sinks has shape {tuple(sinks.shape)}: expected ({h},) or ({h}, n), per query head")
+        self.shapes["sinks"], self.head_axes["sinks"] = tuple(sinks.shape), 0
+        return self.heads.split(self.xp.reshape(sinks, (h, 1)) if sinks.ndim == 1 else sinks, 0)
+
+    def dropout(self, mask: Any, rate: Any, extra_keys: int) -> tuple[Any, float] | None:
+        """The keep mask over all keys and the factor of what is kept; a mask that leaves the extra keys out drops none of them."""
+        rate = require_number("dropout_rate", rate, minimum=0, below=1)
+        if mask is None:
+            if rate:
+                raise ValueError(
+                    f"dropout_rate is {rate}, but dropout_mask is missing: the draw is an argument, not made here"
+                )
+            return None
+        if not is_array(mask) or not is_bool(mask.dtype):
+            raise TypeError("dropout_mask: expected a bool array, True = kept")
+        n_k = self.sizes.k
+        everything = bool(extra_keys) and tuple(mask.shape[-1:]) == (n_k + extra_keys,)
+        kept = self.pairs("dropout_mask", mask, extra_keys=extra_keys if everything else 0)
+        if extra_keys and not everything:
+            xp = self.xp
+            kept = xp.broadcast_to(kept, (*kept.shape[:-1], n_k))
+            ones = xp.ones((*kept.shape[:-1], extra_keys), dtype=xp.bool, device=self.device)
+            kept = xp.concat([kept, ones], axis=-1)
+        return kept, 1.0 / (1.0 - rate)
+
+    def lengths(self, name: str, lengths: Any) -> np.ndarray | None:
+        """Host ints (b,), each between 0 and the number of positions."""
+        if lengths is None:
+            return None
+        most = self.sizes.q if name == "query_lengths" else self.sizes.k
+        counts = per_batch(name, lengths, self.sizes.lead)
+        if counts.size and (counts.min() < 0 or counts.max() > most):
+            raise ValueError(f"{name} is {counts.tolist()}: expected between 0 and {most}")
+        return np.broadcast_to(counts, (self.sizes.b,)).copy()
+
+
+def _with_extra_keys(settings: AttentionSettings, count: int, xp: Any, *, whole: bool) -> AttentionSettings:
+    """Settings with ``count`` more keys in blocks of their own, which no pattern and no term but a cap touches.
+
+    ``whole``: the other keys in one block, invisible pairs included.
+    """
+    sizes = settings.sizes
+    rows = settings.tile[0] if settings.tile else max(16, cutting.ROWS // max(1, sizes.r))
+    cut = cutting.whole_block if whole else cutting.slice_blocks
+
+    def blocks(group: cutting.Group) -> Iterator[Block]:
+        for i0 in range(*group.q, rows):
+            queries = Span(i0, min(i0 + rows, group.q[1]))
+            for block in cut(settings, dataclasses.replace(group, q=queries.extent), xp):
+                yield Block(queries, block.keys, block.visible)
+            real_rows = None
+            if settings.query_lengths is not None:  # padded queries are not read
+                real = np.arange(*queries.extent) < settings.query_lengths[group.b, None, None, None]
+                real_rows = functools.partial(xp.asarray, real[..., None], device=settings.device)
+            yield Block(queries, Span(sizes.k, sizes.k + count), real_rows)
+
+    return dataclasses.replace(
+        settings,
+        sizes=dataclasses.replace(sizes, k=sizes.k + count),
+        blocks=blocks,
+        terms=tuple(t if isinstance(t, SoftCap) else Among(t, sizes.k) for t in settings.terms),
+    )
+
+
+def _window(window: Any) -> tuple[int | None, int | None] | None:
+    """(left, right), each a count or None = unlimited; None where neither restricts anything."""
+    if window is None:
+        return None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window is {window!r}: expected (left, right), two counts or None")
+    for name, count in zip(("left", "right"), window, strict=True):
+        if count is not None:
+            require_integer(f"window: {name}", count, minimum=0, maximum=math.inf)
+    left, right = (None if x is None else min(int(x), LARGEST) for x in window)  # beyond every array all is seen
+    return None if left is None and right is None else (left, right)
 
 
 def offsets(lead: tuple[int, ...], n_q: int, n_k: int, options: dict[str, Any]) -> np.ndarray:
@@ -441,11 +483,8 @@ def offsets(lead: tuple[int, ...], n_q: int, n_k: int, options: dict[str, Any]) 
     """
     align = options["align"]
     lengths = {n: options[n] for n in ("query_lengths", "key_lengths") if options[n] is not None}
-    window = options["window"]
     used = [n for n in ("causal", "window", "alibi_slopes") if options[n] is not None and options[n] is not False]
-    if window is not None and (not isinstance(window, (tuple, list)) or len(window) != 2):
-        raise TypeError(f"window is {window!r}: expected (left, right), two counts or None")
-    if window is not None and window[0] is None and window[1] is None:
+    if _window(options["window"]) is None and "window" in used:
         used.remove("window")  # it restricts nothing
     if align is None:
         if used and (n_q != n_k or lengths):
@@ -469,9 +508,18 @@ def offsets(lead: tuple[int, ...], n_q: int, n_k: int, options: dict[str, Any]) 
 
 def per_batch(name: str, value: Any, lead: tuple[int, ...]) -> np.ndarray:
     """Ints per batch as a flat host array (b,) or (1,)."""
-    host = to_numpy(value) if is_array(value) else np.asarray(value)
+    try:
+        host = to_numpy(value) if is_array(value) else np.asarray(value)
+        if host.dtype == object and all(isinstance(x, int) for x in host.flat):
+            raise OverflowError
+    except OverflowError:
+        raise ValueError(f"{name} is {value}: expected ints of at most {LARGEST}") from None
+    except ValueError:
+        raise TypeError(f"{name} is {value!r}: expected ints per batch") from None
     if not is_integer(host.dtype):
         raise TypeError(f"{name} is {value!r}: expected ints per batch")
+    if host.size and not (int(host.min()) >= -LARGEST and int(host.max()) <= LARGEST):
+        raise ValueError(f"{name} is {value}: expected ints of at most {LARGEST}")
     host = host.astype(np.int64)
     batch = math.prod(lead)
     if host.size == 1:
@@ -485,76 +533,46 @@ def per_batch(name: str, value: Any, lead: tuple[int, ...]) -> np.ndarray:
 
 
 def _visibility(
-    q: Any, lead: tuple[int, ...], h: int, n_q: int, n_k: int, offset: np.ndarray, options: dict[str, Any]
-) -> tuple[Any, Any]:
-    """The conjunction of everything that hides pairs, as one fitted Pattern (None: all visible), and real rows per batch."""
-    parts = []
-    rows = None
+    sizes: Sizes, offset: np.ndarray, lengths: dict[str, np.ndarray | None], options: dict[str, Any]
+) -> Any:
+    """The conjunction of everything that hides pairs, as one fitted Pattern; None where all pairs are visible."""
+    parts: list[Any] = []
     place = int(offset[0]) if offset.size == 1 else offset
     if options["causal"]:
         parts.append(patterns.causal(align=place))
-    if options["window"] is not None and tuple(options["window"]) != (None, None):
-        left, right = options["window"]
-        parts.append(patterns.window(left, right, align=place))
-    if options["query_lengths"] is not None or options["key_lengths"] is not None:
-        own = {}
-        for name, most in (("query_lengths", n_q), ("key_lengths", n_k)):
-            if options[name] is not None:
-                counts = per_batch(name, options[name], lead)
-                if counts.size and (counts.min() < 0 or counts.max() > most):
-                    raise ValueError(f"{name} is {counts.tolist()}: expected between 0 and {most}")
-                own[name] = counts
-        rows = own.get("query_lengths")
-        rows = None if rows is None else np.broadcast_to(rows, (math.prod(lead),)).copy()
-        parts.append(patterns.lengths(**own))
-    if (options["query_segments"] is None) != (options["key_segments"] is None):
-        missing = "query_segments" if options["query_segments"] is None else "key_segments"
-        raise TypeError(f"{missing} is missing: segments are given for queries and keys together")
-    if options["query_segments"] is not None:
-        for name, length in (("query_segments", n_q), ("key_segments", n_k)):
-            ids = options[name]
-            if not is_array(ids) or not is_integer(ids.dtype) or ids.ndim < 1 or ids.shape[-1] != length:
-                found = (
-                    f"has dtype {ids.dtype} and shape {tuple(ids.shape)}"
-                    if is_array(ids)
-                    else f"is a {type(ids).__name__}"
-                )
-                raise TypeError(f"{name} {found}: expected ints (..., {length})")
-        parts.append(patterns.documents(options["query_segments"], options["key_segments"]))
+    if options["window"] is not None:
+        parts.append(patterns.window(*options["window"], align=place))
+    if any(counts is not None for counts in lengths.values()):
+        parts.append(patterns.lengths(**{n: counts for n, counts in lengths.items() if counts is not None}))
+    if options["query_segments"] is not None or options["key_segments"] is not None:
+        parts.append(_segments(sizes, options["query_segments"], options["key_segments"]))
     if options["mask"] is not None:
         mask = options["mask"]
         if isinstance(mask, (bool, np.bool_)):
             mask = np.asarray(mask)
-        require_mask(mask, (*lead, h, n_q, n_k))
-        xp = namespace(mask)
-        parts.append(
-            patterns.dense(xp.reshape(mask, (1,) * (2 - mask.ndim) + tuple(mask.shape)) if mask.ndim < 2 else mask)
-        )
+        require_mask(mask, (*sizes.lead, sizes.h, sizes.q, sizes.k))
+        if mask.ndim < 2:
+            mask = namespace(mask).reshape(mask, (1,) * (2 - mask.ndim) + tuple(mask.shape))
+        parts.append(patterns.dense(mask))
     if options["pattern"] is not None:
         if not isinstance(options["pattern"], patterns.Pattern):
             raise TypeError(f"pattern is a {type(options['pattern']).__name__}: expected an object of refattn.patterns")
         parts.append(options["pattern"])
     if not parts:
-        return None, rows
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = whole & part
-    return whole.fit(n_q, n_k, batch=lead, heads=h), rows
-
-
-def _dropout(options: dict[str, Any], spread: Callable[[str, Any], Any]) -> tuple[Any, float] | None:
-    mask, rate = options["dropout_mask"], options["dropout_rate"]
-    if not (isinstance(rate, (int, float, np.floating)) and 0 <= rate < 1):
-        raise ValueError(f"dropout_rate is {rate!r}: expected a number in [0, 1)")
-    if mask is None:
-        if rate:
-            raise ValueError(
-                f"dropout_rate is {rate}, but dropout_mask is missing: the draw is an argument, not made here"
-            )
         return None
-    if not is_array(mask) or not is_bool(mask.dtype):
-        raise TypeError("dropout_mask: expected a bool array, True = kept")
-    return spread("dropout_mask", mask), 1.0 / (1.0 - float(rate))
+    return functools.reduce(operator.and_, parts).fit(sizes.q, sizes.k, batch=sizes.lead, heads=sizes.h)
+
+
+def _segments(sizes: Sizes, query_segments: Any, key_segments: Any) -> Any:
+    if query_segments is None or key_segments is None:
+        missing = "query_segments" if query_segments is None else "key_segments"
+        raise TypeError(f"{missing} is missing: segments are given for queries and keys together")
+    for name, ids, length in (("query_segments", query_segments, sizes.q), ("key_segments", key_segments, sizes.k)):
+        if not is_array(ids):
+            raise TypeError(f"{name} is a {type(ids).__name__}: expected an array of ints (..., {length})")
+        if not is_integer(ids.dtype) or ids.ndim < 1 or ids.shape[-1] != length:
+            raise TypeError(f"{name} has dtype {ids.dtype} and shape {tuple(ids.shape)}: expected ints (..., {length})")
+    return patterns.documents(query_segments, key_segments)
 
 
 def require_mask(mask: Any, shape: tuple[int, ...]) -> None:

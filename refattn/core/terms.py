@@ -1,6 +1,6 @@
 """What is done to a logit, as terms: each changes the logits of a block and takes its share of the cotangent back.
 
-``view`` is the block as the core sees it (``refattn.core.attend.View``).  Logits may be overwritten.  Each group of heads has
+``view`` is the block as the core sees it (``refattn.core.blocks.View``).  Logits may be overwritten.  Each group of heads has
 accumulators of its own, which the core adds up in a fixed order.  A term that also uses the queries leaves its share of
 their cotangent in ``view.d_q``.
 """
@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from refattn.arrays import device, is_complex, namespace, real, sum_to_shape, to_namespace
+from refattn.contraction import einsum
+from refattn.core.blocks import product
 from refattn.core.selections import take_pairs
 
 __all__ = [
@@ -85,8 +87,8 @@ class Bias(Term):
         self.hides = bool(namespace(bias).any(real(bias) == -INFINITY))
 
     def start(self, view: Any) -> dict[str, Any]:
-        own = view.own(self.bias)
-        return {self.name: namespace(own).zeros_like(own)}
+        bias = view.part(self.bias)
+        return {self.name: namespace(bias).zeros_like(bias)}
 
     def whole(self) -> dict[str, Any]:
         return {self.name: namespace(self.bias).zeros_like(self.bias)}
@@ -95,7 +97,7 @@ class Bias(Term):
         return view.backend.accumulate(total, (*view.slices(self.bias), ...), part)
 
     def apply(self, logits: Any, view: Any) -> tuple[Any, Any]:
-        entries = take_pairs(view.own(self.bias), view.queries, view.keys)
+        entries = take_pairs(view.part(self.bias), view.queries, view.keys)
         if self.hides:
             xp = namespace(entries)
             hidden = real(entries) == -INFINITY
@@ -104,7 +106,7 @@ class Bias(Term):
         return logits + entries, None
 
     def pull(self, d_logits: Any, kept: Any, view: Any, sums: dict[str, Any]) -> Any:
-        sums[self.name] = view.add_pairs(sums[self.name], d_logits)
+        sums[self.name] = add_pairs(sums[self.name], d_logits, view)
         return d_logits
 
 
@@ -238,25 +240,20 @@ class Relative(Term):
         self.finite = table is None or bool(xp.all(xp.isfinite(table)) and xp.all(xp.isfinite(query)))
 
     def start(self, view: Any) -> dict[str, Any]:
-        found, (start, stop) = {}, view.group.q
-        like = {"dtype": self.query.dtype, "device": device(self.query)}
+        sums, (start, stop) = {}, view.group.q
         xp = namespace(self.query)
         if self.table is not None:
-            own = view.own(self.query)
-            found["relative_query"] = xp.zeros((*own.shape[:3], stop - start, own.shape[-1]), **like)
-            found["relative_table"] = xp.zeros_like(view.own(self.table))
+            query = view.part(self.query)
+            shape = (*query.shape[:3], stop - start, query.shape[-1])
+            sums["relative_query"] = xp.zeros(shape, dtype=query.dtype, device=device(query))
+            sums["relative_table"] = xp.zeros_like(view.part(self.table))
         if self.bias is not None:
-            found["relative_bias"] = xp.zeros_like(self.bias[view.group.g, :])
-        return found
+            sums["relative_bias"] = xp.zeros_like(self.bias[view.group.g, :])
+        return sums
 
     def whole(self) -> dict[str, Any]:
-        found = {}
-        if self.table is not None:
-            xp = namespace(self.table)
-            found = {"relative_query": xp.zeros_like(self.query), "relative_table": xp.zeros_like(self.table)}
-        if self.bias is not None:
-            found["relative_bias"] = namespace(self.bias).zeros_like(self.bias)
-        return found
+        arrays = {"relative_query": self.query, "relative_table": self.table, "relative_bias": self.bias}
+        return {name: namespace(arrays[name]).zeros_like(arrays[name]) for name in self.names}
 
     def place(self, name: str, total: Any, part: Any, view: Any) -> Any:
         if name == "relative_bias":
@@ -278,15 +275,15 @@ class Relative(Term):
             columns = None if columns.shape[0] == last - first else columns
         begin, end = first + self.origin - queries.stop + 1, last + self.origin - queries.start
         rows = slice(min(begin, self.rows), min(end, self.rows))
-        table = None if self.table is None else view.own(self.table)[:, :, None, rows, :]
-        return queries.take(view.own(self.query)), table, rows, end - begin - (rows.stop - rows.start), columns
+        table = None if self.table is None else view.part(self.table)[:, :, None, rows, :]
+        return queries.take(view.part(self.query)), table, rows, end - begin - (rows.stop - rows.start), columns
 
     def apply(self, logits: Any, view: Any) -> tuple[Any, Any]:
         xp = namespace(logits)
         query, table, rows, missing, columns = self._block(view)
         scores: Any = 0.0
         if table is not None:
-            scores = view.backend.matmul(query * view.problem.scale, xp.matrix_transpose(table))
+            scores = einsum("...qd,...pd->...qp", query * view.problem.scale, table)
         if self.bias is not None:
             scores = scores + view.problem.scale * self.bias[None, view.group.g, None, None, rows]
             scores = xp.broadcast_to(scores, (*query.shape[:-1], rows.stop - rows.start))
@@ -319,10 +316,10 @@ class Relative(Term):
             if not self.finite:
                 seen = xp.ones(d_logits.shape, dtype=xp.bool) if view.visible is None else view.visible
                 seen = by_row(xp.broadcast_to(seen, d_logits.shape))
-            own = (..., slice(view.queries.start - view.group.q[0], view.queries.stop - view.group.q[0]), slice(None))
-            d_query = view.product(d_scores, table, seen)
-            sums["relative_query"] = backend.accumulate(sums["relative_query"], own, d_query)
-            d_table = view.product(d_scores, query * view.problem.scale, seen, transposed=True)[:, :, 0, ...]
+            at = (..., slice(view.queries.start - view.group.q[0], view.queries.stop - view.group.q[0]), slice(None))
+            d_query = product(view.backend, d_scores, table, seen)
+            sums["relative_query"] = backend.accumulate(sums["relative_query"], at, d_query)
+            d_table = product(view.backend, d_scores, query * view.problem.scale, seen, transposed=True)[:, :, 0, ...]
             d_table = sum_to_shape(d_table, (sums["relative_table"].shape[0], *d_table.shape[1:]))
             sums["relative_table"] = backend.accumulate(sums["relative_table"], (..., rows, slice(None)), d_table)
         return d_logits

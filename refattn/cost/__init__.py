@@ -15,7 +15,7 @@ from refattn.cost.softmax import (
     require_sizes,
     rows_of_tiles,
     softmax_counts,
-    softmax_problem,
+    softmax_settings,
     tiled_pairs,
 )
 
@@ -30,7 +30,7 @@ __all__ = [
     "require_sizes",
     "rows_of_tiles",
     "softmax_counts",
-    "softmax_problem",
+    "softmax_settings",
     "tiled_pairs",
     "transformer",
 ]

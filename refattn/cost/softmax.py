@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from refattn import backends
 from refattn.arrays import itemsize, require_flag, require_integer, require_one_of
-from refattn.core import attend, options
-from refattn.records import Block, Cost, Counts, Elements, Pass
+from refattn.core import options
+from refattn.core.blocks import KEYS, ROWS, SMALL, groups, listed_blocks
+from refattn.records import AttentionSettings, Block, Cost, Counts, Elements, Pass, Sizes
 
 __all__ = [
     "DIRECTIONS",
@@ -19,7 +19,7 @@ __all__ = [
     "require_sizes",
     "rows_of_tiles",
     "softmax_counts",
-    "softmax_problem",
+    "softmax_settings",
     "tiled_pairs",
 ]
 
@@ -62,15 +62,13 @@ def attention(*, dtype: Any = "float32", direction: str = "forward", recompute: 
     return softmax_counts(**sizes).cost(itemsize(dtype), direction, require_flag("recompute", recompute))
 
 
-def softmax_problem(*, b: int, h: int, g: int, q: int, k: int, d: int = 0, e: int = 0, **shared: Any) -> Any:
-    """The core's problem for arrays of these sizes (which take no memory) and the shared options."""
+def softmax_settings(
+    *, b: int, h: int, g: int, q: int, k: int, d: int = 0, e: int = 0, **shared: Any
+) -> AttentionSettings:
+    """What the shared options mean for these sizes: who sees whom, and how it is cut into blocks."""
     require_sizes(b=b, h=h, g=g, q=q, k=k, d=d, e=e)
-
-    def empty(*shape: int) -> np.ndarray:
-        return np.broadcast_to(np.zeros((), np.float64), shape)
-
-    arrays = (empty(b, h, q, d), empty(b, g, k, d), empty(b, g, k, e))
-    return options.prepare(*arrays, backend=backends.resolve("numpy", np), **shared).problem
+    sizes = Sizes(lead=(b,), h=h, g=g, q=q, k=k, d=d, e=e)
+    return options.read(sizes, xp=np, dtype=np.float64, **shared).settings
 
 
 def softmax_counts(
@@ -92,30 +90,30 @@ def softmax_counts(
     """The counts of :func:`attention` by kind of element.
 
     ``extra_pattern``, ``blocks``, ``extra_keys``: a mechanism's own pattern and blocks, and how many of the k keys are outside
-    all patterns, as for ``options.prepare``.  ``visible``: the visible pairs, where the caller knows them better than the
+    all patterns, as for ``core.options.read``.  ``visible``: the visible pairs, where the caller knows them better than the
     pattern.  ``computed``: pairs of one batch entry in the mechanism's blocks, used where these are not given or too many to
     list.
     """
     g, e = h if g is None else g, d if e is None else e
     require_sizes(b=b, h=h, g=g, q=q, k=k, d=d, e=e)
     own = {"extra_pattern": extra_pattern, "extra_keys": extra_keys}
-    problem = softmax_problem(b=b, h=h, g=g, q=q, k=k, d=d, e=e, **own, blocks=blocks, **shared)
-    pattern = problem.visibility
+    settings = softmax_settings(b=b, h=h, g=g, q=q, k=k, d=d, e=e, **own, blocks=blocks, **shared)
+    pattern = settings.visibility
     if blocks is not None and extra_pattern is not None:
         pattern = extra_pattern if pattern is None else pattern & extra_pattern
         pattern = pattern.fit(q, k, batch=(b,), heads=h)
     inner = k - extra_keys
     if visible is None:
         visible = b * h * q * inner if pattern is None else pattern.pairs(q, inner, batch=b, heads=h)
-    visible += h * extra_keys * (b * q if problem.rows is None else int(np.sum(problem.rows)))
+    visible += h * extra_keys * (b * q if settings.query_lengths is None else int(np.sum(settings.query_lengths)))
     if computed is not None and (blocks is None or q * k > WALKED):
-        pairs, largest = b * computed, attend.SMALL
+        pairs, largest = b * computed, SMALL
     elif q * k <= WALKED or blocks is not None:
-        pairs, largest = _listed(problem)
+        pairs, largest = _listed(settings)
     else:
-        rows, keys, units = rows_of_tiles(problem, extra_keys)
+        rows, keys, units = rows_of_tiles(settings, extra_keys)
         pairs = units * int((rows * keys).sum())
-        largest = h // max(1, g) * int((rows * np.minimum(keys, attend.KEYS)).max(initial=0))
+        largest = h // max(1, g) * int((rows * np.minimum(keys, KEYS)).max(initial=0))
 
     steps = 4 + sum(n for name, n in TERM_STEPS.items() if shared.get(name) is not None)
     inputs = Elements(storage=b * (h * q * d + g * k * (d + e)))
@@ -144,50 +142,50 @@ def softmax_counts(
 # ------------------------------------------------------------------------------------------------ pairs of blocks
 
 
-def distinct_groups(problem: Any) -> Iterator[tuple[int, Any]]:
-    """The groups of a problem whose blocks differ, each with the number of groups like it."""
-    pattern = problem.visibility
-    own = problem.blocks is not None  # which may look at batch entries and heads
+def distinct_groups(settings: AttentionSettings) -> Iterator[tuple[int, Any]]:
+    """The groups whose blocks differ, each with the number of groups like it."""
+    pattern = settings.visibility
+    own = settings.blocks is not None  # which may look at batch entries and heads
     by_batch = own or (pattern is not None and pattern.batch > 1)
     by_head = own or (pattern is not None and pattern.heads > 1)
     like: dict[Any, list[Any]] = {}
-    for group in attend.groups(problem):
+    for group in groups(settings):
         place = (group.b.start if by_batch else 0, group.g.start if by_head else 0)
         key = (*place, group.b.stop - group.b.start, group.heads.shape, group.q)
         like.setdefault(key, []).append(group)
-    return ((len(groups), groups[0]) for groups in like.values())
+    return ((len(alike), alike[0]) for alike in like.values())
 
 
-def rows_of_tiles(problem: Any, extra_keys: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
+def rows_of_tiles(settings: AttentionSettings, extra_keys: int = 0) -> tuple[np.ndarray, np.ndarray, int]:
     """Queries (n,) and keys (b | 1, h | 1, n) of each run of tiles, and how many (batch, head) units are alike.
 
     Keys are those between the first and the last one that a row of the run sees (``Pattern.reach``), and the extra ones.
     """
-    b, g, r, q, _ = problem.q.shape
-    k = problem.k.shape[-2] - extra_keys
-    step = problem.tile[0] if problem.tile else max(16, attend.ROWS // max(1, r))
+    sizes = settings.sizes
+    q, k = sizes.q, sizes.k - extra_keys
+    step = settings.tile[0] if settings.tile else max(16, ROWS // max(1, sizes.r))
     starts = np.arange(0, q, step)
     stops = np.minimum(starts + step, q)
-    if problem.visibility is None:
+    if settings.visibility is None:
         keys = np.full((1, 1, len(starts)), k)
     else:
-        keys = problem.visibility.reach(starts, stops, q=q, k=k, least=step)
-    return stops - starts, keys + extra_keys, b * g * r // max(1, keys.shape[0] * keys.shape[1])
+        keys = settings.visibility.reach(starts, stops, q=q, k=k, least=step)
+    return stops - starts, keys + extra_keys, sizes.b * sizes.h // max(1, keys.shape[0] * keys.shape[1])
 
 
 def tiled_pairs(pattern: Any, t: int) -> int:
     """Pairs of one head in the tiles of a pattern on t queries and t keys."""
-    starts = np.arange(0, t, attend.ROWS)
-    stops = np.minimum(starts + attend.ROWS, t)
+    starts = np.arange(0, t, ROWS)
+    stops = np.minimum(starts + ROWS, t)
     return int(((stops - starts) * pattern.reach(starts, stops, q=t, k=t)).sum())
 
 
-def _listed(problem: Any) -> tuple[int, int]:
+def _listed(settings: AttentionSettings) -> tuple[int, int]:
     """Pairs in the blocks that would be computed, and pairs of the largest block of one group."""
     total = largest = 0
-    for times, group in distinct_groups(problem):
+    for times, group in distinct_groups(settings):
         units = (group.b.stop - group.b.start) * group.heads.size
-        for block in attend.listed_blocks(problem, group, np):
+        for block in listed_blocks(settings, group, np):
             pairs = units * pairs_of(block)
             total, largest = total + times * pairs, max(largest, pairs)
     return total, largest

@@ -184,9 +184,10 @@ def test_kept_weights():
 def test_long_inputs_in_several_runs(keys, monkeypatch):
     """Both the search and the gathered softmax cut the queries."""
     from refattn.attention import topk
-    from refattn.core import attend
+    from refattn.core import blocks, forward
 
-    monkeypatch.setattr(attend, "SMALL", 1 << 12)
+    for module in (blocks, forward):
+        monkeypatch.setattr(module, "SMALL", 1 << 12)
     monkeypatch.setattr(topk, "_GATHERED", 1 << 10)
     arguments = attention.example(rng(9), b=2, h=2, q=90, k=keys, d=4, e=3, count=7, causal=True, align="lower_right")
     result, pullback = attention.vjp(**arguments)

@@ -7,7 +7,7 @@ import numpy as np
 
 from refattn.arrays import namespace, real
 from refattn.contraction import einsum
-from refattn.core import attend
+from refattn.core.blocks import SMALL, product
 from refattn.core.terms import places_to_rows, rows_to_places
 from refattn.normalization import row_maximum
 
@@ -92,8 +92,8 @@ class Clusters:
     def _tasks(self) -> list[_Task]:
         pairs = max(1, self.n_q * self._columns())
         heads = self.batch * self.h
-        few = {"whole": heads, "tiled": 1}.get(self.algorithm, attend.SMALL // (self.c * pairs))
-        step = {"whole": self.units, "tiled": 1}.get(self.algorithm, attend.SMALL // pairs)
+        few = {"whole": heads, "tiled": 1}.get(self.algorithm, SMALL // (self.c * pairs))
+        step = {"whole": self.units, "tiled": 1}.get(self.algorithm, SMALL // pairs)
         tasks = []
         for n in range(0, heads, max(1, few)):
             end = min(n + max(1, few), heads)
@@ -103,7 +103,7 @@ class Clusters:
         return tasks
 
     def _row_runs(self, units: int) -> list[tuple[int, int]]:
-        step = max(16, attend.SMALL // max(1, units * self._columns()))
+        step = max(16, SMALL // max(1, units * self._columns()))
         step = {"whole": self.n_q, "tiled": -(-self.n_q // 3)}.get(self.algorithm, step)
         return [(i, min(i + step, self.n_q)) for i in range(0, max(1, self.n_q), max(1, step))]
 
@@ -224,7 +224,7 @@ class Clusters:
     def _product(self, weights: Any, values: Any, seen: Any, finite: bool, *, transposed: bool = False) -> Any:
         """weights (transposed) times values; where these are not finite, nothing passes what is not seen."""
         if not finite:
-            return attend.product(self.backend, weights, values, seen, transposed=transposed)
+            return product(self.backend, weights, values, seen, transposed=transposed)
         return self.backend.matmul(self.backend.xp.matrix_transpose(weights) if transposed else weights, values)
 
     def forward(self, eps: float, keep: Any) -> Any:

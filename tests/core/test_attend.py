@@ -8,9 +8,11 @@ from support import assert_close
 
 import refattn as ra
 from refattn import backends, patterns
-from refattn.core import attend, options
+from refattn.core import options
+from refattn.core.blocks import groups, listed_blocks, product
+from refattn.core.problem import prepare
 from refattn.core.selections import Index, Span, take_pairs
-from refattn.records import Block
+from refattn.records import Block, Sizes
 
 EPS = np.finfo(np.float64).eps
 BACKEND = backends.resolve(None, np)
@@ -55,15 +57,12 @@ def test_long_keys_need_a_tile_of_memory():
 def test_blocks_cover_every_visible_pair_once_and_skip_the_rest():
     q, k = 700, 5000
     pattern = patterns.causal(align=k - q) & patterns.window(900, 0, align=k - q)
-    x = np.zeros((1, 1, 1, 1))
-    problem = options.prepare(
-        np.broadcast_to(x, (1, 1, q, 1)), np.broadcast_to(x, (1, 1, k, 1)), np.broadcast_to(x, (1, 1, k, 1)),
-        backend=BACKEND, pattern=pattern,
-    ).problem  # fmt: skip
+    sizes = Sizes(lead=(1,), h=1, g=1, q=q, k=k, d=1, e=1)
+    settings = options.read(sizes, xp=np, dtype=np.float64, pattern=pattern).settings
     count = np.zeros((q, k), int)
     computed = 0
-    for group in attend.groups(problem):
-        for block in attend.listed_blocks(problem, group, np):
+    for group in groups(settings):
+        for block in listed_blocks(settings, group, np):
             i, j = (slice(s.start, s.stop) for s in (block.queries, block.keys))
             seen = (
                 True
@@ -119,10 +118,8 @@ def test_gathered_blocks_equal_the_masked_whole():
         {"bias": r.standard_normal((t, 1))},
         {"bias": r.standard_normal((1, 1))},
     ):
-        one = options.prepare(q, k, v, backend=BACKEND, blocks=blocks, extra_pattern=pattern, **{**settings, **change})
-        two = options.prepare(
-            q, k, v, backend=BACKEND, extra_pattern=pattern, algorithm="whole", **{**settings, **change}
-        )
+        one = prepare(q, k, v, backend=BACKEND, blocks=blocks, extra_pattern=pattern, **{**settings, **change})
+        two = prepare(q, k, v, backend=BACKEND, extra_pattern=pattern, algorithm="whole", **{**settings, **change})
         (got, got_state), (want, want_state) = one.run(), two.run()
         assert_close(got.output, want.output, 60 * EPS)
         assert_close(got.lse, want.lse, 60 * EPS)
@@ -138,12 +135,12 @@ def test_product_lets_no_invisible_pair_through(transposed):
     weights, visible = r.random((3, 4)), np.array([[True, False, True, True]] * 2 + [[False] * 4])
     weights = np.where(visible, weights, 0)
     values = r.standard_normal((3 if transposed else 4, 2))
-    clean = attend.product(BACKEND, weights, values, visible, transposed=transposed)
+    clean = product(BACKEND, weights, values, visible, transposed=transposed)
     assert_close(clean, (weights.T if transposed else weights) @ values, 8 * EPS)
     row = 2 if transposed else 1
     values[row] = [np.nan, np.inf]
     with BACKEND.quiet():  # as the core calls it
-        got = attend.product(BACKEND, weights, values, visible, transposed=transposed)
+        got = product(BACKEND, weights, values, visible, transposed=transposed)
     assert_close(got, clean, 8 * EPS)
 
 
