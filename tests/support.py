@@ -124,20 +124,6 @@ def assert_close(got, want, tolerance):
     assert worst <= tolerance, f"{worst:.2e} > {tolerance:.2e} at {np.unravel_index(np.argmax(error), error.shape)}"
 
 
-def assert_definition_has_the_gradients(mechanism, arguments, rng, *, tolerance=1e-12):
-    """The definition's results and gradients are those of the mechanism, each in units of its largest entry (or of 1)."""
-    result, pullback = mechanism.vjp(**arguments)
-    want, definition_pullback = mechanism.definition.vjp(**arguments)
-    for field in want:
-        x = np.asarray(getattr(want, field))
-        assert_close(getattr(result, field), x, tolerance)
-    cotangents = random_cotangents(mechanism, result, rng)
-    gradients, wanted = pullback(**cotangents), definition_pullback(**cotangents)
-    assert set(gradients) == set(wanted)
-    for name, g in wanted.items():
-        assert_close(gradients[name], g, tolerance * max(1.0, np.abs(g).max(initial=0.0)))
-
-
 def assert_mistakes_show(mechanism, catalogue, examples, rng):
     """Every mistake that is the catalogue's own shows in one of the examples: in results, in gradients, on each of its sides."""
     from refattn.mistakes.engine import Case

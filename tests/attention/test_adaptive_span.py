@@ -1,9 +1,9 @@
 """Adaptive span: gradients, the ramp's ends by hand, definition, stored cases, equivalences, mistakes, bad input, work."""
 
-import array_api_strict
 import numpy as np
 import pytest
-from support import assert_adjoint, assert_close, assert_gradients, cases, random_cotangents
+from contract.cases.adaptive_span import CASES
+from support import assert_close, assert_gradients, cases, random_cotangents
 
 import refattn as ra
 import refattn.precision
@@ -22,36 +22,9 @@ def base(seed=0, **settings):
     return attention.example(rng(seed), **{"b": 2, "h": 2, "q": 3, "k": 8, "d": 3, "e": 2, **settings})
 
 
-SETTINGS = {
-    "plain": {},
-    "released": {"distance_origin": 0, "renormalize_eps": 1e-3},
-    "no_positions": {"key_positions": None},
-    "positions_per_head": {"key_positions": rng(1).standard_normal((2, 3, 5))},
-    "slots": {"n": 2},
-    "slots_released": {"n": 2, "distance_origin": 0, "renormalize_eps": 1e-3},
-    "dynamic": {"span": 5 * rng(2).random((2, 2, 3))},
-    "dynamic_shared": {"span": 5 * rng(2).random((2, 3))},
-    "mask": {"mask": rng(3).random((2, 1, 3, 8)) < 0.6},
-    "mask_empty_row": {"mask": (np.arange(3) != 1)[:, None] & np.ones(8, bool)},
-    "short_history": {"q": 6, "k": 8, "max_span": 5, "key_positions": rng(1).standard_normal((3, 5))},
-    "no_memory": {"q": 5, "k": 5, "max_span": 4},
-    "small_span": {"span": np.array([0.3, 0.0]), "ramp": 1.5},
-    "scale": {"scale": 0.4},
-}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_gradients(name):
-    arguments = {"scale": 0.7, **base(**SETTINGS[name])}
-    if name == "small_span":
-        arguments["span"] = np.array([0.3, 0.1])  # no whole numbers: at the ramp's ends complex step sees one side
-    assert_gradients(attention, arguments, rng(5))
-    assert_adjoint(attention, arguments, rng(6))
-
-
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", CASES)
 def test_definition_and_tiles(name, monkeypatch):
-    arguments = base(7, **SETTINGS[name])
+    arguments = base(7, **CASES[name])
     result, pullback = attention.vjp(**arguments, keep_weights=True)
     want = attention.definition(**arguments, keep_weights=True)
     for field in ("output", "lse", "weights", "logits"):
@@ -79,19 +52,6 @@ def test_gradient_of_the_span_at_both_ends_of_the_ramp():
     assert_close(result.output, [[[2 / 3]]], 2 * EPS)
     assert_close(pullback(output=np.ones((1, 1, 1)))["span"], [-1 / 3], 4 * EPS)
     assert_close(pullback(lse=np.ones((1, 1)))["span"], [1.0], 4 * EPS)
-
-
-@pytest.mark.parametrize("name", ["plain", "slots_released", "dynamic", "mask"])
-def test_strict_namespace(name):
-    arguments = base(8, **SETTINGS[name])
-    want, want_back = attention.vjp(**arguments)
-    strict = {n: array_api_strict.asarray(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
-    result, pullback = attention.vjp(**strict)
-    cotangents = random_cotangents(attention, want, rng(1))
-    assert_close(result.output, want.output, 20 * EPS)
-    got = pullback(**{n: array_api_strict.asarray(x) for n, x in cotangents.items()})
-    for n, g in want_back(**cotangents).items():
-        assert_close(got[n], g, 100 * EPS)
 
 
 def from_case(a, meta):
@@ -173,26 +133,9 @@ def test_work_follows_the_largest_current_span():
     assert counted.counts.multiplies == want.computed_multiplies
 
 
-VISIBLE = base(11, q=5, k=9, n=2, span=np.array([2.0, 1.0]), ramp=2.0)
-
-
-@pytest.mark.parametrize("index", range(len(attention.mutations)))
-def test_every_mistake_shows(index):
-    mutation = attention.mutations[index]
-    right, pullback = attention.vjp(**VISIBLE)
-    cotangents = random_cotangents(attention, right, rng(2))
-    gradients = pullback(**cotangents)
-    if mutation.forward:
-        wrong = mutation.forward(VISIBLE)
-        assert max(np.abs(wrong.output - right.output).max(), np.abs(wrong.lse - right.lse).max()) > 1e-3
-    if mutation.gradients:
-        wrong = mutation.gradients(VISIBLE, cotangents)
-        assert max(np.abs(g - gradients[n]).max() for n, g in wrong.items()) > 1e-3
-
-
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", CASES)
 def test_the_base_of_the_mistakes_is_right(name):
-    arguments = base(12, **SETTINGS[name])
+    arguments = base(12, **CASES[name])
     result, pullback = attention.vjp(**arguments)
     right = _Dense(arguments)
     output, lse = right.run()

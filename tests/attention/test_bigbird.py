@@ -1,9 +1,9 @@
 """bigbird_attention: who sees whom, gradients, definition, stored cases, counts, mistakes."""
 
-import array_api_strict
 import numpy as np
 import pytest
-from support import assert_adjoint, assert_close, assert_gradients, cases, random_cotangents
+from contract.cases.bigbird import CASES, arguments
+from support import assert_close, cases
 
 from refattn.attention.bigbird import bigbird_attention as attention
 from refattn.attention.bigbird import bigbird_mutations
@@ -15,27 +15,6 @@ EPS = np.finfo(np.float64).eps
 
 def rng(seed=0):
     return np.random.default_rng(seed)
-
-
-OPTIONS = {
-    "plain": {},
-    "ragged": {"t": 19},
-    "ragged_local_end": {"t": 19, "block": 4, "global_blocks": (1, 0)},
-    "no_globals": {"t": 23, "block": 3, "global_blocks": (0, 0), "window_blocks": 2, "scale": 0.4},
-    "no_window": {"window_blocks": 0, "global_blocks": (0, 1)},
-    "wide_globals": {"t": 24, "block": 2, "global_blocks": (3, 2)},
-    "all_global": {"t": 7, "block": 2, "global_blocks": (3, 3)},
-    "no_random": {"r": 0},
-    "lengths": {"query_lengths": (20, 9), "key_lengths": (11, 20)},
-    "no_keys": {"query_lengths": (20, 9), "key_lengths": (0, 5)},
-    "longer_block": {"t": 5, "block": 8},
-    "overlapping": {"random_blocks": rng(1).integers(-1, 10, (3, 10, 6))},
-    "overlapping_ragged": {"t": 19, "random_blocks": rng(2).integers(-1, 10, (3, 10, 6)), "global_blocks": (0, 0)},
-}
-
-
-def arguments(name="plain", seed=0, **more):
-    return attention.example(rng(seed), **{"b": 2, "h": 3, "t": 20, "d": 3, "e": 2, **OPTIONS[name], **more})
 
 
 def listed(given):
@@ -51,7 +30,7 @@ def listed(given):
     return seen
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_the_pairs_are_those_listed(name):
     given = arguments(name, 1)
     lengths = {n: given[n] for n in ("query_lengths", "key_lengths", "scale") if n in given}
@@ -61,75 +40,10 @@ def test_the_pairs_are_those_listed(name):
     assert_close(got.lse, want.lse, 60 * EPS)
 
 
-@pytest.mark.parametrize("name", ["ragged_local_end", "lengths", "overlapping_ragged"])
-def test_gradients_by_complex_step(name):
-    given = arguments(name, b=1, d=1, e=1, h=3)
-    for n in ("query_lengths", "key_lengths"):
-        if n in given:
-            given[n] = given[n][1:]
-    assert_gradients(attention, given, rng(1))
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_adjoint_identity(name):
-    assert_adjoint(attention, arguments(name, 1), rng(2))
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_blocks_equal_whole_and_definition(name):
-    given = arguments(name, 2)
-    result, pullback = attention.vjp(**given)
-    whole, whole_pullback = attention.vjp(**given, algorithm="whole")
-    definition = attention.definition(**given)
-    for field in result:
-        assert_close(getattr(result, field), getattr(whole, field), 60 * EPS)
-        assert_close(getattr(result, field), getattr(definition, field), 60 * EPS)
-    cotangents = random_cotangents(attention, result, rng(3))
-    got = pullback(**cotangents)
-    for n, g in whole_pullback(**cotangents).items():
-        assert_close(got[n], g, 400 * EPS)
-
-
-@pytest.mark.parametrize("t, block", [(400, 16), (385, 16), (300, 7)])
-def test_longer_sequences(t, block):
-    given = arguments("plain", 3, t=t, block=block, r=3, key_lengths=(t, t - 33))
-    result, pullback = attention.vjp(**given)
-    whole, whole_pullback = attention.vjp(**given, algorithm="whole")
-    assert_close(result.output, whole.output, t * EPS)
-    cotangents = random_cotangents(attention, result, rng(3))
-    got = pullback(**cotangents)
-    for n, g in whole_pullback(**cotangents).items():
-        assert_close(got[n], g, 10 * t * EPS)
-
-
 def test_without_globals_and_random_blocks_it_is_local_attention():
     given = arguments("no_random", 4, t=37, block=5, global_blocks=(0, 0))
     qkv = {n: given[n] for n in "qkv"}
     assert_close(attention(**given), local_attention(**qkv, block=5, look_backward=1, look_forward=1), 60 * EPS)
-
-
-def test_leading_axes_broadcast():
-    draw = rng(5)
-    q, k, v = draw.standard_normal((3, 1, 2, 8, 3)), draw.standard_normal((2, 2, 8, 3)), draw.standard_normal((2, 8, 4))
-    given = {"q": q, "k": k, "v": v, "block": 1, "random_blocks": draw.integers(-1, 8, (2, 8, 2))}
-    result = attention.forward(**given)
-    assert result.output.shape == (3, 2, 2, 8, 4)
-    assert_close(result.output, attention.definition(**given).output, 60 * EPS)
-    assert_adjoint(attention, given, draw)
-
-
-@pytest.mark.parametrize("name", ["plain", "ragged_local_end", "lengths"])
-def test_strict_namespace(name):
-    given = arguments(name, 6)
-    strict = {n: array_api_strict.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
-    want, back = attention.vjp(**given)
-    got, back_strict = attention.vjp(**strict)
-    cotangents = random_cotangents(attention, want, rng(6))
-    for field in want:
-        assert_close(np.asarray(getattr(got, field)), getattr(want, field), 20 * EPS)
-    expected = back(**cotangents)
-    for n, g in back_strict(**{n: array_api_strict.asarray(x) for n, x in cotangents.items()}).items():
-        assert_close(np.asarray(g), expected[n], 100 * EPS)
 
 
 def test_poison_reaches_exactly_the_rows_that_may_see_it():
@@ -177,19 +91,6 @@ def test_stored_cases(name, meta, arrays):
     gradients = pullback(arrays["cot_out"])
     for x in "qkv":
         assert_close(gradients[x], arrays["grad_" + x], 1e-7)
-
-
-SHOWN_BY = {"bigbird_none_is_last": "overlapping_ragged", "bigbird_wrap": "no_globals"}
-
-
-@pytest.mark.parametrize("mutation", bigbird_mutations, ids=lambda m: m.says.replace(" ", "_"))
-def test_own_mistakes_differ_visibly(mutation):
-    given = arguments(SHOWN_BY.get(mutation.class_, "plain"), 9)
-    result, pullback = attention.vjp(**given)
-    cotangents = random_cotangents(attention, result, rng(9))
-    assert np.abs(mutation.forward(given).output - result.output).max() > 1e-3
-    wrong, right = mutation.gradients(given, cotangents), pullback(**cotangents)
-    assert max(np.abs(wrong[n] - right[n]).max() for n in wrong) > 1e-3
 
 
 def test_mistakes_that_do_not_show_say_so():

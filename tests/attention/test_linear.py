@@ -1,79 +1,21 @@
 """linear_attention: gradients, the three forms, a state carried across splits, definition, stored cases, counts."""
 
-import array_api_strict
 import numpy as np
 import pytest
+from contract.cases.linear import FORMS, B, D, E, H, N, arguments
 from support import (
-    assert_adjoint,
     assert_close,
-    assert_definition_has_the_gradients,
-    assert_gradients,
     cases,
     random_cotangents,
 )
 
-from refattn import precision
 from refattn.attention.linear import linear_attention as attention
 
 EPS = np.finfo(np.float64).eps
-FORMS = ("parallel", "recurrent", "chunked")
-B, H, N, D, E = 2, 2, 7, 3, 2
 
 
 def rng(seed=0):
     return np.random.default_rng(seed)
-
-
-OPTIONS = {
-    "plain": {},
-    "causal": {"causal": True},
-    "state": {"causal": True, "state": True, "normalizer": True},
-    "state_full": {"state": True, "normalizer": True, "q": 4},
-    "state_alone": {"state": True, "normalize": False, "causal": True},
-    "sums": {"normalize": False, "feature_map": "identity", "causal": True},
-    "identity": {"feature_map": "identity", "causal": True},
-    "eps": {"normalize_eps": 0.5, "causal": True},
-    "lengths": {"key_lengths": np.array([4, 7])},
-    "lengths_causal": {"key_lengths": (3, 7), "causal": True, "state": True, "normalizer": True},
-    "no_keys": {"key_lengths": (0, 5)},
-    "no_keys_causal": {"key_lengths": (0, 5), "causal": True},
-    "more_queries": {"q": 9, "k": 4},
-}
-
-
-def arguments(name, seed=0, **more):
-    sizes = {"b": B, "h": H, "q": N, "k": N, "d": D, "e": E}
-    return attention.example(rng(seed), **{**sizes, **OPTIONS[name], "scale": 0.7, **more})
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_gradients_by_complex_step(name, form):
-    given = arguments(name, form=form, chunk=3, h=1)
-    names = [n for n in attention.differentiable if given.get(n) is not None]
-    if given.get("normalize", True) and not given.get("normalize_eps"):
-        names.remove("scale")  # it cancels: rounding against 0
-    assert_gradients(attention, given, rng(1), names=names)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_adjoint_identity(name, form):
-    assert_adjoint(attention, arguments(name, 1, form=form, chunk=3), rng(2))
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_forms_equal_definition(name):
-    want = attention.definition(**arguments(name, 2))
-    for form in FORMS:
-        result = attention.forward(**arguments(name, 2, form=form, chunk=3))
-        for field in result:  # sums of at most 7 positive weights times values of order 1
-            assert_close(getattr(result, field), getattr(want, field), 50 * EPS)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_definition_has_the_gradients(name):
-    assert_definition_has_the_gradients(attention, arguments(name, 3), rng(3))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -108,36 +50,6 @@ def test_values_of_one_give_one():
         assert_close(attention(**given, form=form, chunk=2), np.ones((B, H, N, E)), 8 * EPS)
 
 
-def test_leading_axes_broadcast():
-    draw = rng(6)
-    q, k = draw.standard_normal((3, 1, H, N, D)), draw.standard_normal((2, H, N, D))
-    v, state = draw.standard_normal((H, N, E)), draw.standard_normal((3, 2, H, D, E))
-    given = {"q": q, "k": k, "v": v, "state": state, "causal": True, "key_lengths": np.full((3, 2), 5), "chunk": 3}
-    result = attention.forward(**given, form="chunked")
-    assert result.output.shape == (3, 2, H, N, E)
-    assert_close(result.output, attention.definition(**given).output, 50 * EPS)
-    assert_adjoint(attention, {**given, "form": "chunked"}, rng(6))
-    for at in np.ndindex(3, 2):
-        alone = attention(q[at[0], 0], k[at[1]], v, state=state[at], causal=True, key_lengths=5)
-        assert_close(result.output[at], alone, 20 * EPS)
-
-
-@pytest.mark.parametrize("name", ["plain", "state", "lengths_causal", "sums"])
-@pytest.mark.parametrize("form", FORMS)
-def test_strict_namespace(name, form):
-    given = arguments(name, 7, form=form, chunk=3)
-    strict = {n: array_api_strict.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
-    want, back = attention.vjp(**given)
-    got, back_strict = attention.vjp(**strict)
-    cotangents = random_cotangents(attention, want, rng(7))
-    gradients = back(**cotangents)
-    others = back_strict(**{n: array_api_strict.asarray(x) for n, x in cotangents.items()})
-    for field in want:
-        assert_close(np.asarray(getattr(got, field)), getattr(want, field), 20 * EPS)
-    for n, g in gradients.items():
-        assert_close(np.asarray(others[n]), g, 50 * EPS)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_nan_reaches_only_those_who_see_it(form):
     given = arguments("causal", 8, form=form, chunk=3)
@@ -164,14 +76,6 @@ def test_nan_reaches_only_those_who_see_it(form):
             assert np.array_equal(got[x], expected[x])
 
 
-def test_half_precision_is_computed_in_float32():
-    given = {n: x.astype(np.float16) for n, x in arguments("causal", 9, scale=None).items() if n in "qkv"}
-    result = attention.forward(**given, causal=True)
-    assert result.output.dtype == np.float16
-    assert result.state.dtype == result.normalizer.dtype == np.float32
-    assert_close(result.output, attention.definition(**given, causal=True).output, 2 * 2.0**-11)
-
-
 def test_empty_arrays():
     given = {"q": np.zeros((1, 2, 3, 4)), "k": np.zeros((1, 2, 0, 4)), "v": np.zeros((1, 2, 0, 5))}
     result, pullback = attention.vjp(**given)
@@ -180,21 +84,6 @@ def test_empty_arrays():
     result, pullback = attention.vjp(given["k"], given["k"], given["v"], causal=True)
     assert result.output.shape == (1, 2, 0, 5)
     assert pullback(result.output)["q"].shape == (1, 2, 0, 4)
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "form": "chunked", "chunk": 16}])
-def test_cost_equals_counted_products(options, direction):
-    sizes = {"b": 2, "h": 3, "q": 40, "k": 40, "d": 6, "e": 5}
-    given = attention.example(rng(10), **sizes, **options)
-    counter = precision.counting()
-    moved = {n: counter.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
-    result, pullback = attention.vjp(**moved)
-    if direction == "backward":
-        counter.counts.reset()
-        pullback(counter.asarray(np.ones(result.output.shape)))
-    assert counter.counts.multiplies == attention.cost(**sizes, **options, direction=direction).computed_multiplies
-    assert attention.cost(**sizes, **options).multiplies <= attention.cost(**sizes, **options).computed_multiplies
 
 
 def test_cost_is_linear_in_the_length():

@@ -1,17 +1,16 @@
 """local_attention: windows by blocks and by distance, gradients, equality with its definition, stored cases."""
 
-import array_api_strict
 import numpy as np
 import pytest
-from support import assert_adjoint, assert_close, assert_gradients, cases, random_cotangents
+from contract.cases.local import WINDOWS, B, D, E, H, T, arguments
+from support import assert_close, cases
 
-from refattn import positions, precision
+from refattn import positions
 from refattn.attention.local import local_attention as attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 from refattn.patterns import window
 
 EPS = np.finfo(np.float64).eps
-B, H, T, D, E = 2, 3, 7, 2, 2
 
 
 def rng(seed=0):
@@ -19,7 +18,7 @@ def rng(seed=0):
 
 
 def base(seed=0, **settings):
-    return attention.example(rng(seed), **{"b": B, "h": H, "t": T, "d": D, "e": E, "block": 2, **settings})
+    return arguments("default", seed, **settings)
 
 
 def listed(t, block, look_backward=1, look_forward=0, exact=False, causal=False):
@@ -33,40 +32,6 @@ def listed(t, block, look_backward=1, look_forward=0, exact=False, causal=False)
                 near = -look_forward <= i // block - j // block <= look_backward
             seen[i, j] = near and (j <= i or not causal)
     return seen
-
-
-WINDOWS = {
-    "default": {},
-    "causal": {"causal": True},
-    "both_sides": {"look_backward": 2, "look_forward": 1},
-    "own_block": {"look_backward": 0, "block": 3},
-    "ahead": {"look_backward": 0, "look_forward": 1, "block": 3},
-    "one": {"block": 1, "look_backward": 2},
-    "longer_than_t": {"block": 9},
-    "exact": {"exact": True, "look_forward": 1},
-    "exact_causal": {"exact": True, "causal": True, "block": 3},
-    "exact_oneself": {"exact": True, "look_backward": 0},
-    "exact_wide": {"exact": True, "block": 30, "look_forward": 2},
-}
-TOGETHER = {
-    "mask": rng(1).random((B, 1, T, T)) < 0.9,
-    "bias": np.where(rng(9).random((B, H, T, T)) < 0.1, -np.inf, rng(2).standard_normal((B, H, T, T))),
-    "causal": True, "align": "lower_right", "window": (3, None), "key_lengths": [7, 5], "query_lengths": [6, 7],
-    "query_segments": np.zeros((B, T), int), "key_segments": np.array([0, 0, 1, 0, 0, 0, 0]), "scale": 0.6, "softcap": 1.7,
-    "alibi_slopes": rng(3).random(H), "sinks": rng(4).standard_normal((H, 2)), "dropout_rate": 0.25,
-    "dropout_mask": rng(5).random((B, H, T, T)) < 0.75, "pattern": window(None, 2),
-    "score_mod": lambda s, b, h, i, j: s * (1 + 0.1 * h) + 0.1 * b - 0.05 * (i - j),
-}  # fmt: skip
-SHARED = {
-    "bias_shared": {"bias": rng(2).standard_normal((H, 1, T)), "look_forward": 1},
-    "lengths": {"key_lengths": [3, 0], "query_lengths": [5, 7]},
-    "dropout": {n: TOGETHER[n] for n in ("dropout_mask", "dropout_rate")},
-    "together": {**TOGETHER, "look_forward": 1},
-    "together_exact": {**TOGETHER, "exact": True, "look_forward": 1, "lse_includes_sinks": False, "softcap_after_bias": True},
-    "grouped": {"h": 4, "g": 2, "sinks": rng(4).standard_normal(4)},
-    "grouped_tile": {"h": 4, "g": 2, "head_map": "tile", "bias": rng(2).standard_normal((4, T, T))},
-}  # fmt: skip
-OPTIONS = {**WINDOWS, **SHARED}
 
 
 @pytest.mark.parametrize("name", WINDOWS)
@@ -88,57 +53,6 @@ def test_an_exact_window_is_a_window_a_pattern_and_a_mask():
     mask = listed(37, 4, 2, 1, exact=True)
     for options in ({"window": (8, 4)}, {"pattern": window(8, 4)}, {"mask": mask}):
         assert_close(got, scaled_dot_product_attention(**qkv, **options), 60 * EPS)
-
-
-@pytest.mark.parametrize("name", SHARED)
-def test_gradients_by_complex_step(name):
-    arguments = base(**OPTIONS[name])
-    for n, x in arguments.items():  # one batch entry suffices: complex step calls once for every entry
-        if np.ndim(x) == 4 or n in ("query_lengths", "key_lengths", "query_segments"):
-            arguments[n] = x[:1]
-    names = [n for n in attention.differentiable if arguments.get(n) is not None and n != "bias"]
-    if name in ("bias_shared", "grouped_tile"):
-        names.append("bias")
-    assert_gradients(attention, arguments, rng(7), names=names)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_adjoint_identity(name):
-    assert_adjoint(attention, base(1, **OPTIONS[name]), rng(8))
-
-
-@pytest.mark.parametrize("t", [T, 70, 193])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_equals_definition_and_the_whole_algorithm(name, t):
-    """At 7 the tiles of the core serve, above it the batched blocks with ragged ends."""
-    if t != T and name in SHARED:
-        arguments = base(3, b=1, t=t, key_lengths=[t - 9], block=3, look_backward=2, look_forward=1)
-    else:
-        arguments = base(2, b=1, t=t, **WINDOWS[name]) if name in WINDOWS else base(2, **OPTIONS[name])
-    result, pullback = attention.vjp(**arguments)
-    whole, whole_pullback = attention.vjp(**arguments, algorithm="whole")
-    for field in ("output", "lse"):
-        assert_close(getattr(result, field), getattr(whole, field), 40 * EPS + t * EPS)
-        if t < 100:
-            assert_close(getattr(whole, field), getattr(attention.definition(**arguments), field), 40 * EPS + t * EPS)
-    cotangents = random_cotangents(attention, result, rng(3))
-    got = pullback(**cotangents)
-    for n, g in whole_pullback(**cotangents).items():
-        assert_close(got[n], g, 200 * EPS + 10 * t * EPS)
-
-
-@pytest.mark.parametrize("block", [1, 2, 17, 64, 130])
-@pytest.mark.parametrize("exact", [False, True])
-def test_batched_blocks_of_every_size(block, exact):
-    t = 401
-    arguments = base(4, b=1, h=2, t=t, block=block, exact=exact, look_forward=1, bias=rng(1).standard_normal((2, 1, t)))
-    result, pullback = attention.vjp(**arguments)
-    whole, whole_pullback = attention.vjp(**arguments, algorithm="whole")
-    assert_close(result.output, whole.output, t * EPS)
-    cotangents = random_cotangents(attention, result, rng(3))
-    got = pullback(**cotangents)
-    for n, g in whole_pullback(**cotangents).items():
-        assert_close(got[n], g, 10 * t * EPS)
 
 
 @pytest.mark.parametrize(
@@ -164,32 +78,6 @@ def test_pairs_of_an_exact_causal_window():
         attention.cost(q=n, k=n, d=1, e=0, block=w, exact=True, causal=True).multiplies
         == n * (w + 1) - w * (w + 1) // 2
     )
-
-
-def test_leading_axes_broadcast():
-    r = rng(5)
-    q, k, v = r.standard_normal((3, 1, H, T, D)), r.standard_normal((2, H, T, D)), r.standard_normal((H, T, E))
-    arguments = {"q": q, "k": k, "v": v, "block": 3, "bias": r.standard_normal((3, 1, H, T, T))}
-    result = attention.forward(**arguments)
-    assert result.output.shape == (3, 2, H, T, E)
-    assert_close(result.output, attention.definition(**arguments).output, 40 * EPS)
-    assert_adjoint(attention, arguments, r)
-
-
-@pytest.mark.parametrize("t", [T, 70])
-@pytest.mark.parametrize("name", ["default", "together_exact", "grouped_tile"])
-def test_strict_namespace(name, t):
-    arguments = base(7, **OPTIONS[name]) if t == T else base(7, t=t, key_lengths=[t, 50], softcap=2.0)
-    arguments.pop("score_mod", None)
-    strict = {n: array_api_strict.asarray(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
-    result, pullback = attention.vjp(**strict)
-    want, want_pullback = attention.vjp(**arguments)
-    cotangents = random_cotangents(attention, want, rng(1))
-    got = pullback(**{n: array_api_strict.asarray(x) for n, x in cotangents.items()})
-    assert type(result.output) is type(strict["q"])
-    assert_close(result.output, want.output, 20 * EPS)
-    for n, g in want_pullback(**cotangents).items():
-        assert_close(got[n], g, 100 * EPS)
 
 
 def test_poison_reaches_exactly_the_rows_that_may_see_it():
@@ -365,45 +253,8 @@ def test_empty_axes(sizes):
         assert all(pullback(result.output)[n].shape == arguments[n].shape for n in "qkv")
 
 
-OWN = ("local_wrap", "local_bounds", "local_blocks_for_distance", "local_own_block_only", "local_own_block_causal",
-       "local_tail_dropped", "local_first_block_empty")  # fmt: skip
-
-
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("class_", OWN)
-def test_own_mistakes_differ_visibly(class_, exact):
-    arguments = base(11, t=20, block=3, look_backward=2, look_forward=1, exact=exact)
-    right, pullback = attention.vjp(**arguments)
-    cotangents = random_cotangents(attention, right, rng(1))
-    gradients = pullback(**cotangents)
-    form = "(distances)" if exact else "(blocks)"
-    for mutation in attention.mutations:
-        if mutation.class_ == class_ and not mutation.says.endswith(form):
-            assert mutation.forward(arguments) is None
-            assert mutation.gradients(arguments, cotangents) is None
-        elif mutation.class_ == class_:
-            wrong = mutation.forward(arguments)
-            assert np.abs(np.asarray(wrong.output) - right.output).max() > 1e-3, mutation.says
-            d = mutation.gradients(arguments, cotangents)
-            assert max(np.abs(d[n] - gradients[n]).max() for n in d) > 1e-3, mutation.says
-
-
 def test_a_mistake_that_changes_nothing_is_not_offered():
     arguments = base(11, t=6, block=3, look_backward=1, causal=True)
     for mutation in attention.mutations:
         if mutation.class_ in ("local_wrap", "local_own_block_causal", "local_tail_dropped", "local_first_block_empty"):
             assert mutation.forward(arguments) is None, mutation.says
-
-
-@pytest.mark.parametrize("options", [{}, {"exact": True, "look_forward": 1}, {"block": 60}], ids=str)
-def test_computed_multiplies_equal_the_counted_ones(options):
-    settings = {"h": 2, "t": 77, "b": 1, "d": 4, "e": 3, "block": 9, **options}
-    space = precision.counting()
-    arguments = attention.example(rng(), **settings)
-    result, pullback = attention.vjp(
-        **{n: space.asarray(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
-    )
-    forward = space.counts.multiplies
-    assert forward == attention.cost(**settings).computed_multiplies
-    pullback(result.output)
-    assert space.counts.multiplies - forward == attention.cost(**settings, direction="backward").computed_multiplies

@@ -1,67 +1,18 @@
 """longformer_attention: window and global tokens, gradients, definition, stored cases, counts, mistakes."""
 
-import array_api_strict
 import numpy as np
 import pytest
-from support import assert_adjoint, assert_close, assert_gradients, cases, random_cotangents
+from contract.cases.longformer import arguments
+from support import assert_close, cases
 
-from refattn.attention.longformer import _Steps
 from refattn.attention.longformer import longformer_attention as attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 
 EPS = np.finfo(np.float64).eps
-OPTIONS = {
-    "plain": {},
-    "no_globals": {"n": 0},
-    "local_arrays": {"q_global": None, "k_global": None, "v_global": None},
-    "some_arrays": {"k_global": None, "scale": 0.4},
-    "uneven": {"window": (3, 1), "scale": 0.7},
-    "past": {"window": (None, 0)},
-    "oneself": {"window": (0, 0)},
-    "lengths": {"query_lengths": (5, 8), "key_lengths": (6, 8), "align": "upper_left"},
-    "no_keys": {"query_lengths": (8, 8), "key_lengths": (0, 8), "align": "lower_right"},
-    "ragged": {"global_tokens": np.array([[1, 0, 0, 1, 0, 0, 1, 1], [0, 0, 0, 0, 1, 0, 0, 0]], bool)},
-    "one_batch": {"global_tokens": np.array([[1, 0, 0, 1, 0, 0, 0, 1], [0] * 8], bool)},
-    "all_global": {"global_tokens": np.ones((2, 8), bool)},
-}
-OPTIONS["no_keys"].update(align="upper_left")
 
 
 def rng(seed=0):
     return np.random.default_rng(seed)
-
-
-def arguments(name="plain", seed=0, **more):
-    return attention.example(rng(seed), **{"b": 2, "h": 2, "t": 8, "d": 3, "e": 2, **OPTIONS[name], **more})
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_gradients(name):
-    given = arguments(name, h=1, d=2, e=1)
-    names = [n for n in attention.differentiable if given.get(n) is not None]
-    if name == "all_global":
-        names = [n for n in names if n.endswith("_global")]  # the local arrays are not read
-    assert_gradients(attention, given, rng(1), names=names)
-    assert_adjoint(attention, arguments(name, 1), rng(2))
-
-
-@pytest.mark.parametrize("t", [8, 37, 150])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_blocks_equal_whole_and_definition(name, t):
-    given = arguments(name, 2)
-    if t != 8:
-        given = arguments(name, 2, t=t, **{n: None for n in OPTIONS[name] if n == "global_tokens"}, n=5)
-        if "global_tokens" not in given:
-            given["global_tokens"] = rng(2).random((2, t)) < 0.1
-    result, pullback = attention.vjp(**given)
-    whole, whole_pullback = attention.vjp(**given, algorithm="whole")
-    assert_close(result.output, whole.output, 40 * EPS + t * EPS)  # convex sums of at most t values
-    if t < 100:
-        assert_close(result.output, attention.definition(**given).output, 40 * EPS + t * EPS)
-    cotangents = random_cotangents(attention, result, rng(3))
-    got = pullback(**cotangents)
-    for n, g in whole_pullback(**cotangents).items():
-        assert_close(got[n], g, 200 * EPS + 10 * t * EPS)
 
 
 def test_without_globals_it_is_a_window():
@@ -84,34 +35,6 @@ def test_lengths_of_the_whole_change_nothing():
     assert np.array_equal(attention(**given), attention(**padded))
 
 
-def test_leading_axes_broadcast():
-    draw = rng(5)
-    q, k, v = draw.standard_normal((3, 1, 2, 8, 3)), draw.standard_normal((2, 2, 8, 3)), draw.standard_normal((2, 8, 4))
-    given = {"q": q, "k": k, "v": v, "window": (1, 2), "q_global": draw.standard_normal((2, 8, 3))}
-    given["global_tokens"] = draw.random((3, 2, 8)) < 0.3
-    result = attention.forward(**given)
-    assert result.output.shape == (3, 2, 2, 8, 4)
-    assert_close(result.output, attention.definition(**given).output, 40 * EPS)
-    assert_adjoint(attention, given, draw)
-    shared = {"q": k[0], "k": k[0], "v": v, "window": (1, 2), "global_tokens": given["global_tokens"][0]}
-    assert attention(**shared).shape == (2, 2, 8, 4)
-    assert_close(attention(**shared), attention.definition(**shared).output, 40 * EPS)
-    assert_adjoint(attention, shared, draw)
-
-
-@pytest.mark.parametrize("name, t", [("ragged", 8), ("lengths", 8), ("plain", 90)])
-def test_strict_namespace(name, t):
-    given = arguments(name, 6, t=t)
-    strict = {n: array_api_strict.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
-    want, back = attention.vjp(**given)
-    got, back_strict = attention.vjp(**strict)
-    cotangents = random_cotangents(attention, want, rng(6))
-    assert_close(np.asarray(got.output), want.output, 20 * EPS)
-    expected = back(**cotangents)
-    for n, g in back_strict(output=array_api_strict.asarray(cotangents["output"])).items():
-        assert_close(np.asarray(g), expected[n], 100 * EPS)
-
-
 def test_padding_is_never_read_and_nan_stays_where_it_is_seen():
     given = arguments("lengths", 7)
     want, back = attention.vjp(**given)
@@ -129,13 +52,6 @@ def test_padding_is_never_read_and_nan_stays_where_it_is_seen():
     given["v"][0, 0, 10] = np.nan
     hit = np.isnan(attention(**given)[0, 0]).all(-1)
     assert np.flatnonzero(hit).tolist() == [8, 9, 10, 11, 12, 50]
-
-
-def test_half_precision_is_computed_in_float32():
-    given = {n: x.astype(np.float16) if x.dtype == float else x for n, x in arguments(window=None).items()}
-    output = attention(**given, window=(2, 2))
-    assert output.dtype == np.float16
-    assert_close(output, attention.definition(**given, window=(2, 2)).output, 2 * 2.0**-11)
 
 
 def test_pairs_are_counted_and_grow_with_the_length():
@@ -170,32 +86,6 @@ def test_stored_cases(name, meta, arrays):
     gradients = pullback(arrays["cot_out"])
     for n in names:
         assert_close(gradients[n], arrays["grad_" + n], 1e-9)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_steps_of_the_mistakes_are_right(name):
-    given = arguments(name, 8)
-    result, pullback = attention.vjp(**given)
-    steps = _Steps(given)
-    assert_close(steps.forward().output, result.output, 60 * EPS)
-    cotangents = random_cotangents(attention, result, rng(8))
-    gradients = pullback(**cotangents)
-    for n, g in steps.gradients(cotangents["output"]).items():
-        assert_close(g, gradients[n], 200 * EPS)
-
-
-@pytest.mark.parametrize("mutation", attention.mutations, ids=lambda m: m.says.replace(" ", "_"))
-def test_mistakes_differ(mutation):
-    given = arguments("lengths" if mutation.class_ == "tail_unmasked" else "uneven", 9)
-    result, pullback = attention.vjp(**given)
-    cotangents = random_cotangents(attention, result, rng(9))
-    if mutation.forward is not None:
-        assert np.abs(mutation.forward(given).output - result.output).max() > 1e-3
-    wrong, right = mutation.gradients(given, cotangents), pullback(**cotangents)
-    if wrong is not None:
-        assert max(np.abs(wrong[n] - right[n]).max() for n in wrong) > 1e-3
-    elif mutation.class_ != "global_columns_projection":
-        raise AssertionError("no gradients")
 
 
 def test_mistakes_that_do_not_show_say_so():

@@ -3,147 +3,20 @@
 import array_api_strict
 import numpy as np
 import pytest
-from support import assert_adjoint, assert_close, assert_gradients, cases, random_cotangents
+from contract.cases.lsh import KEEP, B, D, E, H, T, base
+from support import assert_close, assert_gradients, cases, random_cotangents
 
 from refattn import patterns
 from refattn.attention.blocks.lsh import bucket_factors, hash_buckets, sort_buckets
 from refattn.attention.lsh import lsh_attention as attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 from refattn.definitions.lsh_old import meetings
-from refattn.mistakes.lsh import _Call
 
-B, H, T, D, E = 2, 2, 10, 2, 1
 EPS = np.finfo(np.float64).eps
 
 
 def rng(seed=0):
     return np.random.default_rng(seed)
-
-
-def base(seed=0, *, t=T, b=B, h=H, hashes=2, n=3, **options):
-    """Small arrays with given buckets: nothing discrete depends on qk."""
-    draw = rng(seed)
-    qk, v = draw.standard_normal((b, h, t, D)), draw.standard_normal((b, h, t, E))
-    return {"qk": qk, "v": v, "buckets": draw.integers(0, n, (b, h, hashes, t)), "chunk": 4, **options}
-
-
-KEEP = rng(5).random((B, T)) < 0.6
-KEEP[0, 1:] = False  # token 0 is the only key of batch 0
-SPARSE = rng(6).random((B, 1, T, T)) < 0.4
-OPTIONS = {
-    "default": {},
-    "causal": {"causal": True},
-    "one_round": {"hashes": 1},
-    "three_rounds": {"hashes": 3, "n": 2},
-    "multiset": {"duplicates": "multiset"},
-    "multiset_causal": {"duplicates": "multiset", "causal": True, "hashes": 3},
-    "trax1": {"duplicates": "trax1"},
-    "across": {"within_bucket": False},
-    "across_multiset": {"within_bucket": False, "duplicates": "multiset"},
-    "ragged_around": {"before": 1, "after": 1, "within_bucket": False},
-    "far": {"before": 5, "after": 4, "n": 6},
-    "own_chunk": {"before": 0},
-    "ring": {"t": 8, "wrap": "global"},
-    "ring_across": {"t": 8, "wrap": "global", "within_bucket": False},
-    "ring_across_multiset": {
-        "t": 8,
-        "wrap": "global",
-        "within_bucket": False,
-        "duplicates": "multiset",
-        "causal": True,
-    },
-    "ring_across_trax1": {"t": 8, "wrap": "global", "within_bucket": False, "duplicates": "trax1"},
-    "ring_trax1": {"t": 8, "wrap": "global", "duplicates": "trax1", "hashes": 3},
-    "ring_twice": {"t": 8, "wrap": "global", "within_bucket": False, "before": 1, "after": 1, "hashes": 1},
-    "ring_twice_multiset": {"t": 8, "wrap": "global", "duplicates": "multiset", "before": 2, "after": 1, "hashes": 1},
-    "ring_many": {"t": 8, "wrap": "global", "within_bucket": False, "before": 3, "after": 2, "hashes": 3},
-    "mask": {"mask": KEEP},
-    "mask_causal": {"mask": KEEP, "causal": True, "duplicates": "multiset"},
-    "mask_across": {"mask": KEEP[:1], "within_bucket": False},
-    "padding_bucket": {"mask": KEEP, "padding_bucket": True},
-    "pattern": {"pattern": patterns.dense(SPARSE)},
-    "pattern_heads": {"pattern": patterns.dense(rng(6).random((H, T, T)) < 0.4) & patterns.window(4, 4)},
-    "rms": {"key_norm": "rms", "norm_eps": 0.01},
-    "large_eps": {"norm_eps": 1.5},
-    "always": {"self_attention": "always"},
-    "always_causal": {"self_attention": "always", "causal": True, "duplicates": "multiset", "mask": KEEP},
-    "always_all": {"self_attention": "always", "within_bucket": False, "t": 8, "duplicates": "multiset"},
-    "never": {"self_attention": "never", "causal": True},
-    "dropout": {"dropout_mask": rng(7).random((B, H, T, T)) < 0.6, "dropout_rate": 0.4, "causal": True},
-    "dropout_shared": {"dropout_mask": rng(7).random((T, 1)) < 0.6, "dropout_rate": 0.25, "causal": True},
-    "short_full": {"chunk": 10, "short": "full", "mask": KEEP},
-    "short_hash": {"chunk": 32},
-    "one_token": {"t": 1},
-}
-
-
-def arguments(name, seed=0, **more):
-    return base(seed, **{**OPTIONS[name], **more})
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_gradients_by_complex_step(name):
-    # one head, as the sum over units is tested by the adjoint identity below
-    given = arguments(name, scale=0.7)
-    first = {"qk", "v", "buckets", "mask", "dropout_mask"}
-    given = {n: x[:1] if n in first and np.ndim(x) > 1 and np.shape(x)[0] == B else x for n, x in given.items()}
-    if "pattern" in given:
-        given["pattern"] = patterns.dense(given["pattern"].to_mask(T, T)[:1])
-    if "heads" not in name:
-        given = {n: x[:, :1] if n in ("qk", "v", "buckets") else x for n, x in given.items()}
-        if np.ndim(given.get("dropout_mask")) == 4:
-            given["dropout_mask"] = given["dropout_mask"][:, :1]
-    elif "pattern" in given:
-        given["pattern"] = OPTIONS[name]["pattern"]
-    assert_gradients(attention, given, rng(7))
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_adjoint_identity(name):
-    assert_adjoint(attention, arguments(name, 1, scale=0.7), rng(8))
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_equals_definition(name):
-    given = arguments(name, 2)
-    want = attention.definition(**given)
-    for algorithm in ("auto", "whole", "tiled"):
-        result = attention.forward(**given, algorithm=algorithm)
-        # sums of at most rounds * window terms of order 1; ln(1e-9) of trax1 makes logits of order 21
-        assert_close(result.output, want.output, 60 * EPS)
-        assert_close(result.lse, want.lse, 60 * EPS)
-        if want.buckets is None:
-            assert result.buckets is None
-        else:
-            assert np.array_equal(result.buckets, want.buckets)
-
-
-@pytest.mark.parametrize(
-    "name", ["causal", "three_rounds", "ring_across_trax1", "ring_many", "far", "dropout", "pattern"]
-)
-def test_tiled_gradients_equal_whole(name):
-    given = arguments(name, 3)
-    (whole, back), (_, back_tiled) = (attention.vjp(**given, algorithm=a) for a in ("whole", "tiled"))
-    cotangents = random_cotangents(attention, whole, rng(3))
-    want, got = back(**cotangents), back_tiled(**cotangents)
-    for n in want:
-        assert_close(got[n], want[n], 200 * EPS)
-
-
-@pytest.mark.parametrize(
-    "name", ["default", "three_rounds", "ring_across_trax1", "ring_many", "mask_across", "rms", "dropout"]
-)
-def test_strict_namespace(name):
-    given = arguments(name, 4)
-    strict = {n: array_api_strict.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
-    want, back = attention.vjp(**given)
-    got, back_strict = attention.vjp(**strict)
-    cotangents = random_cotangents(attention, want, rng(4))
-    gradients = back(**cotangents)
-    strict_gradients = back_strict(**{n: array_api_strict.asarray(x) for n, x in cotangents.items()})
-    assert_close(np.asarray(got.output), want.output, 40 * EPS)
-    for n in gradients:
-        assert_close(np.asarray(strict_gradients[n]), gradients[n], 200 * EPS)
 
 
 def test_strict_namespace_hashes_alike():
@@ -466,21 +339,6 @@ def test_mistakes_show_and_are_none_elsewhere(mutation):
     touched = {"lsh_key_not_normalised", "lsh_scale", "lsh_norm_constant"}
     found = mutation.gradients(lonely, {"output": np.ones((B, H, 1, E)), "lse": np.ones((B, H, 1))})
     assert (found is not None) == (mutation.class_ in touched)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_the_mistakes_start_from_the_right_numbers(name):
-    given = arguments(name, 22, scale=0.7)
-    result, pullback = attention.vjp(**given)
-    cotangents = random_cotangents(attention, result, rng(22))
-    with np.errstate(divide="ignore"):
-        call = _Call(given)
-        again, gradients = call.forward(), call.backward(cotangents)
-    assert_close(again.output, result.output, 60 * EPS)
-    assert_close(again.lse, result.lse, 60 * EPS)
-    want = pullback(**cotangents)
-    for n in want:
-        assert_close(gradients[n], want[n], 400 * EPS)
 
 
 # ------------------------------------------------------------------------------------------------ counts and bad input

@@ -1,69 +1,19 @@
 """nystrom_attention: gradients through the iteration, definition, all landmarks, padding, stored cases, counts, mistakes."""
 
-import array_api_strict
 import numpy as np
 import pytest
-from support import assert_adjoint, assert_close, assert_gradients, cases, random_cotangents
+from contract.cases.nystrom import arguments
+from support import assert_close, cases, random_cotangents
 
-from refattn import precision
 from refattn.attention.nystrom import _inverse_backward
 from refattn.attention.nystrom import nystrom_attention as attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
-from refattn.mistakes.nystrom import Steps
 
 EPS = np.finfo(np.float64).eps
-OPTIONS = {
-    "plain": {},
-    "padded": {"q": 5, "k": 7},
-    "two_steps": {"iterations": 2},
-    "no_step": {"iterations": 0},
-    "batch": {"iterations": 2, "pinv_scale": "batch"},
-    "batch_padded": {"iterations": 6, "pinv_scale": "batch", "q": 4, "k": 5},
-    "one_landmark": {"landmarks": 1},
-}
 
 
 def rng(seed=0):
     return np.random.default_rng(seed)
-
-
-def arguments(name="plain", seed=0, **more):
-    return attention.example(rng(seed), **{"b": 2, "h": 2, "q": 6, "k": 6, "d": 3, "e": 2, **OPTIONS[name], **more})
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_gradients_by_complex_step(name):
-    """Six steps multiply rounding by the condition of the inner matrix: hence 1e-11 in place of 1e-13."""
-    assert_gradients(attention, arguments(name, d=2), rng(1), tolerance=1e-11)
-    assert_adjoint(attention, arguments(name, 1), rng(2), tolerance=1e-11)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_equals_definition(name):
-    given = arguments(name, 3, q=8, k=9)
-    assert_close(attention(**given), attention.definition(**given).output, 1e-12)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_steps_of_the_mistakes_are_right(name):
-    given = arguments(name, 4)
-    result, pullback = attention.vjp(**given)
-    steps = Steps(given)
-    assert_close(steps.forward().output, result.output, 1e-12)
-    cotangents = random_cotangents(attention, result, rng(4))
-    for n, g in steps.backward(cotangents["output"]).items():
-        assert_close(g, pullback(**cotangents)[n], 1e-11)
-
-
-@pytest.mark.parametrize("pinv_scale", ["matrix", "batch"])
-def test_leading_axes_broadcast(pinv_scale):
-    draw = rng(5)
-    q, k, v = (draw.standard_normal((*lead, 2, 5, 3)) for lead in ((3, 1), (2,), (4, 1, 1)))
-    given = {"q": q, "k": k, "v": v, "landmarks": 2, "pinv_scale": pinv_scale, "iterations": 2}
-    result = attention.forward(**given)
-    assert result.output.shape == (4, 3, 2, 2, 5, 3)
-    assert_close(result.output, attention.definition(**given).output, 1e-12)
-    assert_adjoint(attention, given, rng(5), tolerance=1e-11)
 
 
 def test_all_landmarks_are_full_attention_up_to_the_residual_of_the_inverse():
@@ -115,47 +65,12 @@ def test_columns_that_share_the_largest_sum_share_its_gradient():
     assert_close(got, np.array([[1 - 0.35, -0.35], [-0.35, -0.35]]), 4 * EPS)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_strict_namespace(name):
-    given = arguments(name, 9)
-    strict = {n: array_api_strict.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
-    want, back = attention.vjp(**given)
-    got, back_strict = attention.vjp(**strict)
-    cotangents = random_cotangents(attention, want, rng(9))
-    assert_close(np.asarray(got.output), want.output, 1e-12)
-    for n, g in back_strict(output=array_api_strict.asarray(cotangents["output"])).items():
-        assert_close(np.asarray(g), back(**cotangents)[n], 1e-11)
-
-
-def test_half_precision_is_computed_in_float32():
-    given = {n: x.astype(np.float16) if isinstance(x, np.ndarray) else x for n, x in arguments(seed=10).items()}
-    output = attention(**given)
-    assert output.dtype == np.float16
-    assert_close(output, attention.definition(**given).output, 2 * 2.0**-11)
-
-
 def test_empty_arrays():
     given = {"q": np.zeros((0, 2, 3, 4)), "k": np.zeros((0, 2, 5, 4)), "v": np.zeros((0, 2, 5, 6))}
     for pinv_scale in ("matrix", "batch"):
         result, pullback = attention.vjp(**given, landmarks=2, pinv_scale=pinv_scale)
         assert result.output.shape == (0, 2, 3, 6)
         assert pullback(result.output)["k"].shape == (0, 2, 5, 4)
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize(
-    "sizes", [{"q": 12, "k": 18, "landmarks": 6}, {"q": 13, "k": 17, "landmarks": 5, "iterations": 3}]
-)
-def test_cost_equals_counted_products(sizes, direction):
-    sizes = {"b": 2, "h": 3, "d": 4, "e": 7, **sizes}
-    counter = precision.counting()
-    given = attention.example(rng(11), **sizes)
-    moved = {n: counter.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
-    result, pullback = attention.vjp(**moved)
-    if direction == "backward":
-        counter.counts.reset()
-        pullback(counter.asarray(np.ones(result.output.shape)))
-    assert counter.counts.multiplies == attention.cost(**sizes, direction=direction).computed_multiplies
 
 
 def test_cost_is_linear_in_the_length():
@@ -192,23 +107,6 @@ def test_stored_cases(name, meta, arrays):
 
 
 # ------------------------------------------------------------------------------------------------ mistakes and bad input
-
-
-@pytest.mark.parametrize("mutation", attention.mutations, ids=lambda m: m.says.replace(" ", "_"))
-def test_mistakes_differ(mutation):
-    shown_by = (
-        "padded" if "pad" in mutation.class_ else "batch" if "not that of the batch" in mutation.says else "two_steps"
-    )
-    given = arguments(shown_by, 12)
-    result, pullback = attention.vjp(**given)
-    cotangents = random_cotangents(attention, result, rng(12))
-    right = pullback(**cotangents)
-    if mutation.forward is not None:
-        assert np.abs(mutation.forward(given).output - result.output).max() > 1e-4
-    if mutation.gradients is not None:
-        wrong = mutation.gradients(given, cotangents)
-        assert set(wrong) == set(right)
-        assert max(np.abs(wrong[n] - right[n]).max() for n in wrong) > 1e-4
 
 
 def test_mistakes_that_do_not_show_say_so():

@@ -2,14 +2,11 @@
 
 import math
 
-import array_api_strict
 import numpy as np
 import pytest
+from contract.cases.performer import arguments
 from support import (
-    assert_adjoint,
     assert_close,
-    assert_definition_has_the_gradients,
-    assert_gradients,
     cases,
     random_cotangents,
 )
@@ -20,60 +17,10 @@ from refattn.attention.performer import performer_attention as attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 
 EPS = np.finfo(np.float64).eps
-OPTIONS = {
-    "plain": {},
-    "causal": {"causal": True, "q": 5},
-    "relu": {"kernel": "relu"},
-    "relu_causal": {"kernel": "relu", "causal": True, "eps": 0.1},
-    "eps": {"eps": 0.3},
-    "eps_causal": {"eps": 0.3, "causal": True},
-    "sum_eps": {"key_sum_eps": 0.4},
-    "sum_eps_causal": {"key_sum_eps": 0.4, "causal": True},
-}
 
 
 def rng(seed=0):
     return np.random.default_rng(seed)
-
-
-def arguments(name="plain", seed=0, **more):
-    sizes = {"b": 2, "h": 1, "q": 4, "k": 5, "d": 3, "e": 2, "n": 4}
-    return attention.example(rng(seed), **{**sizes, **OPTIONS[name], **more})
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("chunk", [2, 64])
-def test_gradients_by_complex_step(name, chunk):
-    assert_gradients(attention, arguments(name, chunk=chunk), rng(1))
-    assert_adjoint(attention, arguments(name, 1, chunk=chunk), rng(2))
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_equals_definition(name):
-    given = arguments(name, 3, h=2, chunk=3)
-    # sums of at most 5 positive weights, each a sum of 4 features that are exponentials of sums of 3 products
-    assert_close(attention(**given), attention.definition(**given).output, 100 * EPS)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_definition_has_the_gradients(name):
-    assert_definition_has_the_gradients(attention, arguments(name, 4), rng(4))
-
-
-def test_leading_axes_broadcast():
-    draw = rng(5)
-    q, k = draw.standard_normal((3, 1, 2, 5, 4)), draw.standard_normal((2, 2, 5, 4))
-    given = {
-        "q": q,
-        "k": k,
-        "v": draw.standard_normal((2, 5, 3)),
-        "features": draw.standard_normal((6, 4)),
-        "causal": True,
-    }
-    result = attention.forward(**given, chunk=2)
-    assert result.output.shape == (3, 2, 2, 5, 3)
-    assert_close(result.output, attention.definition(**given).output, 100 * EPS)
-    assert_adjoint(attention, given, rng(5))
 
 
 def test_pieces_change_nothing():
@@ -137,18 +84,6 @@ def test_the_maximum_cancels_without_eps():
     assert (np.abs(output) <= 1.000001 * largest[..., None, None]).all()
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_strict_namespace(name):
-    given = arguments(name, 11, chunk=3)
-    strict = {n: array_api_strict.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
-    want, back = attention.vjp(**given)
-    got, back_strict = attention.vjp(**strict)
-    cotangents = random_cotangents(attention, want, rng(11))
-    assert_close(np.asarray(got.output), want.output, 20 * EPS)
-    for n, g in back_strict(output=array_api_strict.asarray(cotangents["output"])).items():
-        assert_close(np.asarray(g), back(**cotangents)[n], 100 * EPS)
-
-
 @pytest.mark.parametrize("kernel", ["softmax", "relu"])
 @pytest.mark.parametrize("name", "kv")
 def test_nan_reaches_only_later_rows(kernel, name):
@@ -165,13 +100,6 @@ def test_nan_reaches_only_later_rows(kernel, name):
     assert np.array_equal(pullback(**cotangents)["q"][..., :5, :], back(**cotangents)["q"][..., :5, :])
 
 
-def test_half_precision_is_computed_in_float32():
-    given = {n: x.astype(np.float16) if isinstance(x, np.ndarray) else x for n, x in arguments("causal", 13).items()}
-    output = attention(**given)
-    assert output.dtype == np.float16
-    assert_close(output, attention.definition(**given).output, 2 * 2.0**-11)
-
-
 def test_empty_arrays():
     w = np.ones((2, 4))
     given = {"q": np.zeros((1, 2, 3, 4)), "k": np.zeros((1, 2, 0, 4)), "v": np.zeros((1, 2, 0, 5)), "features": w}
@@ -180,20 +108,6 @@ def test_empty_arrays():
         assert np.array_equal(result.output, np.zeros((1, 2, 3, 5)))
         assert np.array_equal(result.output, attention.definition(**given, kernel=kernel).output)
         assert pullback(result.output)["k"].shape == (1, 2, 0, 4)
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("options", [{}, {"causal": True, "chunk": 16}, {"kernel": "relu"}], ids=str)
-def test_cost_equals_counted_products(options, direction):
-    sizes = {"b": 2, "h": 3, "q": 40, "k": 40, "d": 6, "e": 5, "n": 7}
-    given = attention.example(rng(14), **sizes, **options)
-    counter = precision.counting()
-    moved = {n: counter.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
-    result, pullback = attention.vjp(**moved)
-    if direction == "backward":
-        counter.counts.reset()
-        pullback(counter.asarray(np.ones(result.output.shape)))
-    assert counter.counts.multiplies == attention.cost(**sizes, **options, direction=direction).computed_multiplies
 
 
 def test_cost_is_linear_in_the_length():

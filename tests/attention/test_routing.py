@@ -1,139 +1,19 @@
 """routing_attention: gradients, definition, plain attention in special cases, stored cases, counts, mistakes, bad input."""
 
-import array_api_strict
 import numpy as np
 import pytest
-from support import assert_adjoint, assert_close, assert_gradients, cases, random_cotangents
+from contract.cases.routing import CASES, B, C, D, E, H, T, arguments
+from support import assert_close, cases, random_cotangents
 
-from refattn import backends, patterns, precision
+from refattn import backends
 from refattn.attention.routing import routing_attention as attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 
 EPS = np.finfo(np.float64).eps
-B, H, T, C, D, E, N = 2, 2, 8, 2, 4, 2, 2
 
 
 def rng(seed=0):
     return np.random.default_rng(seed)
-
-
-KEEP = rng(5).random((B, T)) < 0.7
-KEPT_KEYS = rng(6).random((B, T)) < 0.6
-DROPOUT = rng(7).random((B, H, T, T)) < 0.6
-OPTIONS = {
-    "shared": {},
-    "separate": {"k": True},
-    "causal": {"causal": True},
-    "causal_separate": {"causal": True, "k": True},
-    "rank": {"causal": True, "causal_by": "rank", "k": True},
-    "sizes": {"cluster_size": (3, 5), "k": True, "causal": True},
-    "sizes_shared": {"cluster_size": (5, 3), "causal": True, "self_attention": "last_resort"},
-    "clipped": {"cluster_size": 30},
-    "few": {"cluster_size": 2, "average_eps": 0.3},
-    "l2": {"normalize": "l2", "k": True},
-    "none": {"normalize": None},
-    "cluster_l2": {"normalize": None, "cluster_normalize": "l2", "k": True},
-    "cluster_layer": {"normalize": "l2", "cluster_normalize": "layer"},
-    "cluster_none": {"cluster_normalize": None},
-    "key_norm": {"normalize": None, "cluster_normalize": "l2", "key_norm": "l2"},
-    "key_norm_separate": {"key_norm": "l2", "k": True},
-    "projection": {"projection": True, "k": True},
-    "projection_l2": {"projection": True, "cluster_normalize": "l2"},
-    "last_resort": {"self_attention": "last_resort", "causal": True},
-    "never": {"self_attention": "never", "causal": True},
-    "members": {"members": True, "k": True},
-    "members_shared": {"members": True, "causal": True, "causal_by": "rank"},
-    "masks": {"query_mask": KEEP, "key_mask": KEPT_KEYS, "k": True},
-    "masks_shared": {"query_mask": KEEP, "key_mask": KEEP, "causal": True, "average_eps": 0.1},
-    "masks_members": {"query_mask": KEEP, "key_mask": KEPT_KEYS, "k": True, "members": True},
-    "last_resort_hidden": {
-        "self_attention": "last_resort", "causal": True, "members": True, "key_mask": KEPT_KEYS,
-        "pattern": patterns.dense(rng(9).random((T, T)) < 0.5),
-    },
-    "one_mask": {"key_mask": KEPT_KEYS[:1], "self_attention": "last_resort"},
-    "memory": {"memory_keys": True, "causal": True, "k": True},
-    "memory_self": {"memory_keys": True, "causal": True, "self_attention": "last_resort"},
-    "memory_never": {"memory_keys": True, "causal": True, "self_attention": "never"},
-    "relative": {"relative_keys": True, "relative_values": True, "cluster_size": 5, "causal": True},
-    "relative_keys": {"relative_keys": True, "k": True, "cluster_size": (4, 6)},
-    "relative_all": {
-        "relative_keys": True, "relative_values": True, "memory_keys": True, "cluster_size": 5, "query_mask": KEEP,
-        "dropout_mask": DROPOUT, "dropout_rate": 0.4,
-    },
-    "pattern": {"pattern": patterns.dense(rng(8).random((B, 1, T, T)) < 0.6), "k": True},
-    "pattern_heads": {"pattern": patterns.dense(rng(8).random((H, T, T)) < 0.6) & patterns.window(5, 2)},
-    "dropout": {"dropout_mask": DROPOUT, "dropout_rate": 0.4, "causal": True},
-    "dropout_shared": {"dropout_mask": DROPOUT[0, 0, :1], "dropout_rate": 0.25, "k": True},
-}  # fmt: skip
-
-
-def arguments(name, seed=0, **more):
-    sizes = {"b": B, "h": H, "t": T, "c": C, "d": D, "e": E, "n": N}
-    return attention.example(rng(seed), **{**sizes, **OPTIONS[name], "scale": 0.7, **more})
-
-
-def small(name):
-    """The same options on one batch entry and one head: the sum over them is tested by the adjoint identity."""
-    given = dict(OPTIONS[name])
-    for n, x in given.items():
-        if isinstance(x, np.ndarray):
-            given[n] = x[:1, :1] if x.ndim == 4 else x[:1]
-    if "pattern" in given:
-        mask = given["pattern"].to_mask(T, T)
-        given["pattern"] = patterns.dense(mask.reshape(-1, T, T)[0])
-    return attention.example(rng(3), b=1, h=1, t=T, c=C, d=D, e=E, n=N, **given, scale=0.7)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_gradients_by_complex_step(name):
-    assert_gradients(attention, small(name), rng(1))
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_adjoint_identity(name):
-    assert_adjoint(attention, arguments(name, 1), rng(2))
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_equals_definition(name):
-    given = arguments(name, 2)
-    want = attention.definition(**given)
-    for algorithm in ("auto", "whole", "tiled"):
-        result = attention.forward(**given, algorithm=algorithm)
-        # normalised vectors of length 2, softmax over at most 10 keys, means of values of order 1
-        assert_close(result.output, want.output, 100 * EPS)
-        assert_close(result.commitment_loss, want.commitment_loss, 100 * EPS)
-        assert np.array_equal(result.members_q, want.members_q)
-        assert np.array_equal(result.members_k, want.members_k)
-
-
-@pytest.mark.parametrize("name", ["causal_separate", "relative_all", "memory_self", "masks_members", "pattern"])
-def test_tiled_gradients_equal_whole(name):
-    given = arguments(name, 3)
-    (whole, back), (_, back_tiled) = (attention.vjp(**given, algorithm=a) for a in ("whole", "tiled"))
-    cotangents = random_cotangents(attention, whole, rng(3))
-    want, got = back(**cotangents), back_tiled(**cotangents)
-    for n in want:
-        assert_close(got[n], want[n], 200 * EPS)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_strict_namespace(name):
-    given = arguments(name, 4)
-
-    def strict(x):
-        if isinstance(x, tuple):
-            return tuple(map(strict, x))
-        return array_api_strict.asarray(x) if isinstance(x, np.ndarray) else x
-
-    want, back = attention.vjp(**given)
-    got, back_strict = attention.vjp(**{n: strict(x) for n, x in given.items()})
-    cotangents = random_cotangents(attention, want, rng(4))
-    gradients, others = back(**cotangents), back_strict(**{n: strict(np.asarray(x)) for n, x in cotangents.items()})
-    for n in want:
-        assert_close(np.asarray(getattr(got, n)), getattr(want, n), 100 * EPS)
-    for n, g in gradients.items():
-        assert_close(np.asarray(others[n]), g, 200 * EPS)
 
 
 # ------------------------------------------------------------------------------------------------ special cases
@@ -256,19 +136,6 @@ def test_values_that_are_not_finite_reach_those_who_see_them():
     assert np.array_equal(got[~sees], want[~sees])
 
 
-def test_leading_axes_broadcast():
-    draw = rng(20)
-    q, v = draw.standard_normal((2, 1, H, 9, D)), draw.standard_normal((3, H, 9, E))
-    given = {"q": q, "k": None, "v": v, "centroids": draw.standard_normal((H, 2, D)), "cluster_size": 4}
-    given["pattern"] = patterns.dense(draw.random((2, 1, 1, 9, 9)) < 0.8)
-    given["query_mask"] = np.ones((3, 9), bool)
-    result = attention.forward(**given)
-    assert result.output.shape == (2, 3, H, 9, E)
-    assert result.members_q.shape == (2, 3, H, 2, 4)
-    assert_close(result.output, attention.definition(**given).output, 100 * EPS)
-    assert_adjoint(attention, given, rng(20))
-
-
 def test_half_precision_and_no_tokens():
     given = base(21, causal=True, members=True)
     given = {n: x.astype(np.float16) if n in ("q", "v", "centroids") else x for n, x in given.items()}
@@ -283,23 +150,6 @@ def test_half_precision_and_no_tokens():
 
 
 # ------------------------------------------------------------------------------------------------ counts
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_cost_equals_counted_products(direction):
-    for options in ({}, {"causal": True, "cluster_size": (6, 9), "k": True, "memory_keys": True}):
-        given = attention.example(rng(22), b=2, h=3, t=30, c=4, d=6, e=5, n=2, **options)
-        counter = precision.counting()
-        moved = {n: counter.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
-        result, pullback = attention.vjp(**moved)
-        if direction == "backward":
-            counter.counts.reset()
-            pullback(counter.asarray(np.ones(result.output.shape)))
-        sizes = {"b": 2, "h": 3, "t": 30, "c": 4, "d": 6, "e": 5, "n": 2 if options else 0}
-        cost = attention.cost(
-            **sizes, cluster_size=given["cluster_size"], shared=not options, causal=bool(options), direction=direction
-        )
-        assert counter.counts.multiplies == cost.computed_multiplies
 
 
 def test_counted_multiplies_grow_with_exponent_3_2():
@@ -357,16 +207,8 @@ def test_routing_transformer(name, meta, arrays):
 
 # ------------------------------------------------------------------------------------------------ mistakes and bad input
 
-SHOWN_BY = {
-    "routing_rank_leak": ("causal_separate", "rank"), "routing_eps_drop": ("few",), "routing_projection": ("projection",),
-    "routing_key_norm": ("key_norm", "shared"), "no_scale": ("none",), "causal_drop": ("causal",),
-    "routing_self": ("last_resort",), "memory_drop": ("memory",), "mask_drop": ("masks_shared",),
-    "routing_relative": ("relative",), "routing_order": ("relative",), "routing_mean_grad": ("clipped",),
-    "routing_sum_not_mean": ("clipped", "few"),
-}  # fmt: skip
 
-
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_steps_of_the_mistakes_are_right(name):
     from refattn.mistakes.routing import Steps
 
@@ -381,30 +223,6 @@ def test_steps_of_the_mistakes_are_right(name):
     assert set(found) == set(gradients)
     for n, g in found.items():
         assert_close(g, gradients[n], 1e-13 * max(1.0, np.abs(gradients[n]).max()))
-
-
-@pytest.mark.parametrize("mutation", attention.mutations, ids=lambda m: m.says.replace(" ", "_"))
-def test_mistakes_differ(mutation):
-    shown = False
-    for name in SHOWN_BY.get(mutation.class_, ("shared",)):
-        given = arguments(name, 6)
-        result, pullback = attention.vjp(**given)
-        cotangents = random_cotangents(attention, result, rng(6))
-        right = pullback(**cotangents)
-        wrong = None if mutation.forward is None else mutation.forward(given)
-        if wrong is not None:
-            moved = max(
-                np.max(np.abs(getattr(wrong, n) - getattr(result, n)), initial=0) for n in ("output", "commitment_loss")
-            )
-            shown |= bool(moved > 1e-3) or any(
-                not np.array_equal(getattr(wrong, n), getattr(result, n))
-                for n in ("members_q", "members_k")
-                if np.shape(getattr(wrong, n)) == np.shape(getattr(result, n))
-            )
-        wrong = mutation.gradients(given, cotangents)
-        if wrong is not None and mutation.forward is None:
-            shown |= max(np.abs(wrong[n] - right[n]).max() for n in wrong) > 1e-3
-    assert shown
 
 
 def test_mistakes_that_do_not_show_say_so():

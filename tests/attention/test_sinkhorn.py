@@ -1,36 +1,20 @@
 """sinkhorn and sinkhorn_attention: the operator, gradients, definition, causal, stored cases, counts, mistakes."""
 
-import array_api_strict
 import numpy as np
 import pytest
-from support import assert_adjoint, assert_close, assert_gradients, cases, random_cotangents
+from contract.cases.sinkhorn import arguments
+from support import assert_close, assert_gradients, cases
 
-from refattn import precision
 from refattn.attention.local import local_attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention as dense
-from refattn.attention.sinkhorn import _Steps, sinkhorn
+from refattn.attention.sinkhorn import sinkhorn
 from refattn.attention.sinkhorn import sinkhorn_attention as attention
 
 EPS = np.finfo(np.float64).eps
-OPTIONS = {
-    "plain": {},
-    "no_noise": {"noise": None},
-    "exp": {"noise": None, "iterations": 0},
-    "once": {"iterations": 1, "scale": 0.4},
-    "causal": {"causal": True, "scale": 0.7},
-    "causal_once": {"causal": True, "iterations": 1, "noise": None},
-    "one_block": {"block": 6},
-    "one_block_causal": {"block": 6, "causal": True},
-    "single": {"block": 1, "temperature": 1.3},
-}
 
 
 def rng(seed=0):
     return np.random.default_rng(seed)
-
-
-def arguments(name="plain", seed=0, **more):
-    return attention.example(rng(seed), **{"b": 2, "h": 2, "t": 6, "block": 2, "d": 3, "e": 2, **OPTIONS[name], **more})
 
 
 # ---------------------------------------------------------------------- the operator
@@ -98,30 +82,6 @@ def test_stored_cases_of_the_operator(name, meta, arrays):
 # ---------------------------------------------------------------------- attention
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_gradients(name):
-    given = arguments(name, b=1, d=2)
-    names = [n for n in attention.differentiable if given.get(n) is not None]
-    if name.startswith("one_block"):  # its only place is taken for sure
-        names = [n for n in names if n not in ("sort_logits", "temperature")]
-    assert_gradients(attention, given, rng(1), names=names)
-    assert_adjoint(attention, arguments(name, 1), rng(2))
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_equals_definition_and_the_steps_of_the_mistakes(name):
-    given = arguments(name, 2)
-    result, pullback = attention.vjp(**given)
-    size = max(1.0, np.abs(result.output).max())
-    assert_close(result.output, attention.definition(**given).output, 100 * EPS * size)
-    steps = _Steps(given)
-    assert_close(steps.result.output, result.output, 100 * EPS * size)
-    cotangents = random_cotangents(attention, result, rng(3))
-    gradients = pullback(**cotangents)
-    for n, g in steps.gradients(cotangents["output"]).items():
-        assert_close(g, gradients[n], 1000 * EPS * max(1.0, np.abs(g).max()))
-
-
 def test_a_hard_permutation_moves_whole_blocks():
     given = arguments("no_noise", 3, t=8)
     order = np.array([2, 0, 3, 1])  # place u gets block order[u]
@@ -155,51 +115,6 @@ def test_nan_reaches_only_those_who_see_it():
         assert np.array_equal(result.output[..., :4, :], want.output[..., :4, :])
         d = np.ones_like(want.output)
         assert np.array_equal(pullback(d)["q"][..., :4, :], back(d)["q"][..., :4, :])
-
-
-def test_leading_axes_broadcast():
-    draw = rng(6)
-    q, k, v = draw.standard_normal((3, 1, 2, 6, 3)), draw.standard_normal((2, 2, 6, 3)), draw.standard_normal((2, 6, 4))
-    given = {"q": q, "k": k, "v": v, "block": 2, "noise": draw.gumbel(size=(2, 1, 3, 3))}
-    given["sort_logits"] = draw.standard_normal((2, 3, 3))
-    result = attention.forward(**given)
-    assert result.output.shape == (3, 2, 2, 6, 4)
-    assert_close(result.output, attention.definition(**given).output, 100 * EPS)
-    assert_adjoint(attention, given, draw)
-
-
-@pytest.mark.parametrize("name", ["plain", "causal"])
-def test_strict_namespace(name):
-    given = arguments(name, 7)
-    strict = {n: array_api_strict.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
-    want, back = attention.vjp(**given)
-    got, back_strict = attention.vjp(**strict)
-    cotangents = random_cotangents(attention, want, rng(7))
-    assert_close(np.asarray(got.output), want.output, 50 * EPS)
-    expected = back(**cotangents)
-    for n, g in back_strict(output=array_api_strict.asarray(cotangents["output"])).items():
-        assert_close(np.asarray(g), expected[n], 200 * EPS)
-
-
-def test_half_precision_is_computed_in_float32():
-    given = {n: x.astype(np.float16) if isinstance(x, np.ndarray) else x for n, x in arguments().items()}
-    output = attention(**given)
-    assert output.dtype == np.float16
-    assert_close(output, attention.definition(**given).output, 2 * 2.0**-11)
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_cost_equals_counted_products(direction):
-    sizes = {"b": 2, "h": 3, "t": 24, "block": 4, "d": 6, "e": 5}
-    counter = precision.counting()
-    given = attention.example(rng(8), **sizes, iterations=0, noise=None)
-    result, pullback = attention.vjp(
-        **{n: counter.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
-    )
-    if direction == "backward":
-        counter.counts.reset()
-        pullback(counter.asarray(np.ones(result.output.shape)))
-    assert counter.counts.multiplies == attention.cost(**sizes, direction=direction).computed_multiplies
 
 
 def test_visible_pairs_under_causal():
@@ -236,18 +151,6 @@ def test_stored_case_with_gumbel_noise():
         assert_close(g["q"] + spread(d_r @ pooled_k), arrays["grad_q"], 1e-8)
         assert_close(g["k"] + spread(d_r.swapaxes(-1, -2) @ pooled_q), arrays["grad_k"], 1e-8)
         assert_close(g["v"], arrays["grad_v"], 1e-8)
-
-
-@pytest.mark.parametrize("mutation", attention.mutations, ids=lambda m: m.says.replace(" ", "_"))
-def test_mistakes_differ(mutation):
-    given = arguments("causal" if mutation.class_ == "sinkhorn_causal" else "plain", 9)
-    result, pullback = attention.vjp(**given)
-    cotangents = random_cotangents(attention, result, rng(9))
-    if mutation.forward is not None:
-        assert np.abs(mutation.forward(given).output - result.output).max() > 1e-3
-    else:
-        wrong, right = mutation.gradients(given, cotangents), pullback(**cotangents)
-        assert max(np.abs(wrong[n] - right[n]).max() for n in wrong) > 1e-3
 
 
 def test_mistakes_that_do_not_show_say_so():

@@ -1,98 +1,19 @@
 """synthesizer_attention: every part and their mixture, gradients, definition, equivalences, counts, mistakes, bad input."""
 
-import array_api_strict
 import numpy as np
 import pytest
-from support import assert_adjoint, assert_close, assert_gradients, random_cotangents
+from contract.cases.synthesizer import arguments
+from support import assert_close, random_cotangents
 
-from refattn import precision
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 from refattn.attention.synthesizer import PARTS
 from refattn.attention.synthesizer import synthesizer_attention as attention
-from refattn.mistakes.synthesizer import Steps
 
 EPS = np.finfo(np.float64).eps
-ALL = {"w_2": True, "w_a": True, "random": True, "random_1": True, "other_logits": True}
-OPTIONS = {
-    "dense": {},
-    "dense_causal": {"causal": True},
-    "factors": {"w_a": True},
-    "random": {"random": True},
-    "random_causal": {"random": True, "causal": True},
-    "ranked": {"random_1": True},
-    "others": {"other_logits": True},
-    "dense_random": {"w_2": True, "random": True},
-    "all": ALL,
-    "all_causal": {**ALL, "causal": True},
-}
 
 
 def rng(seed=0):
     return np.random.default_rng(seed)
-
-
-def arguments(name="dense", seed=0, **more):
-    given = attention.example(
-        rng(seed), **{"b": 2, "h": 2, "q": 3, "k": 4, "m": 3, "f": 3, "e": 2, **OPTIONS[name], **more}
-    )
-    if "w_1" not in given:
-        given["x"] = None
-    return given
-
-
-def masked(name, seed):
-    """With a mask that differs from head to head, one row of which is empty."""
-    given = arguments(name, seed)
-    mask = rng(seed).random((2, 2, given["v"].shape[-2] if given.get("causal") else 3, given["v"].shape[-2])) < 0.6
-    mask[0, 1, 2] = False
-    return {**given, "mask": mask}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_gradients_by_complex_step(name):
-    assert_gradients(attention, arguments(name), rng(1))
-    assert_gradients(attention, masked(name, 2), rng(2))
-    assert_adjoint(attention, arguments(name, 3), rng(3))
-
-
-def test_gradients_without_biases_and_with_one_mixture_for_all_heads():
-    given = {n: x for n, x in arguments("all", 4).items() if n not in ("b_1", "b_2", "b_a", "b_b")}
-    given["mixture"] = given["mixture"][0]
-    assert_gradients(attention, given, rng(4))
-    assert_close(attention(**given), attention.definition(**given).output, 50 * EPS)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_equals_definition(name):
-    for given in (arguments(name, 5), masked(name, 6)):
-        assert_close(attention(**given), attention.definition(**given).output, 50 * EPS)  # sums of at most 4 terms
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_steps_of_the_mistakes_are_right(name):
-    given = masked(name, 7)
-    result, pullback = attention.vjp(**given)
-    steps = Steps(given)
-    assert_close(steps.forward().output, result.output, 50 * EPS)
-    cotangents = random_cotangents(attention, result, rng(7))
-    right, found = pullback(**cotangents), steps.backward(cotangents["output"])
-    assert set(right) == set(found)
-    for n, g in right.items():
-        assert_close(found[n], g, 100 * EPS)
-
-
-@pytest.mark.parametrize("name", ["dense", "random", "others", "all"])
-def test_leading_axes_broadcast(name):
-    draw, given = rng(8), arguments(name, 8)
-    if given["x"] is not None:
-        given["x"] = draw.standard_normal((3, 1, 3, 3))
-    if "other_logits" in given:
-        given["other_logits"] = draw.standard_normal((2, 2, 3, 4))
-    given["v"] = draw.standard_normal((4, 1, 2, 2, 4, 2))
-    result = attention.forward(**given)
-    assert result.output.shape == ((4, 3, 2, 2, 3, 2) if given["x"] is not None else (4, 1, 2, 2, 3, 2))
-    assert_close(result.output, attention.definition(**given).output, 50 * EPS)
-    assert_adjoint(attention, given, rng(8))
 
 
 def test_products_of_queries_and_keys_as_the_only_part_are_full_attention():
@@ -128,18 +49,6 @@ def test_a_mixture_that_leaves_one_part_is_that_part():
         assert_close(attention(**{**given, "mixture": mixture}), attention(**wanted), 20 * EPS)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_strict_namespace(name):
-    given = masked(name, 12)
-    strict = {n: array_api_strict.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
-    want, back = attention.vjp(**given)
-    got, back_strict = attention.vjp(**strict)
-    cotangents = random_cotangents(attention, want, rng(12))
-    assert_close(np.asarray(got.output), want.output, 20 * EPS)
-    for n, g in back_strict(output=array_api_strict.asarray(cotangents["output"])).items():
-        assert_close(np.asarray(g), back(**cotangents)[n], 50 * EPS)
-
-
 @pytest.mark.parametrize("name", ["dense_causal", "all_causal"])
 def test_nan_reaches_only_those_who_see_it(name):
     given = arguments(name, 13)
@@ -161,31 +70,6 @@ def test_nan_reaches_only_those_who_see_it(name):
     assert np.array_equal(output[..., rest, :], want.output[..., rest, :])
 
 
-def test_half_precision_is_computed_in_float32():
-    given = {n: x.astype(np.float16) if isinstance(x, np.ndarray) else x for n, x in arguments("all", 14).items()}
-    output = attention(**given)
-    assert output.dtype == np.float16
-    assert_close(output, attention.definition(**given).output, 2 * 2.0**-11)
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("name", ["dense", "factors", "random", "ranked", "all", "all_causal"])
-def test_cost_equals_counted_products(name, direction):
-    parts = {"dense": ("dense",), "factors": ("dense_factors",), "random": ("random",), "ranked": ("random_factors",)}
-    sizes = {"b": 2, "h": 3, "q": 10, "k": 10, "m": 5, "f": 4, "e": 3, "r": 3}
-    given = attention.example(rng(15), **sizes, p=2, **OPTIONS[name])
-    counter = precision.counting()
-    moved = {n: counter.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
-    result, pullback = attention.vjp(**moved)
-    if direction == "backward":
-        counter.counts.reset()
-        pullback(counter.asarray(np.ones(result.output.shape)))
-    options = {"parts": parts.get(name, tuple(PARTS)), "n": 5, "p": 2, "causal": "causal" in name}
-    cost = attention.cost(**sizes, **options, direction=direction)
-    assert counter.counts.multiplies == cost.computed_multiplies
-    assert cost.multiplies <= cost.computed_multiplies
-
-
 def test_parameters():
     assert attention.cost(h=2, q=8, k=8, e=4, m=5, f=3).parameters == 2 * (5 * 3 + 3 * 8)
     cost = attention.cost(h=2, q=8, k=8, e=4, r=3, parts=("random", "random_factors"), direction="both")
@@ -193,26 +77,6 @@ def test_parameters():
 
 
 # ------------------------------------------------------------------------------------------------ mistakes and bad input
-
-SHOWN_BY = {
-    "synthesizer_tiling": "factors", "synthesizer_transposed": "random_causal", "synthesizer_mixture_after": "all",
-    "synthesizer_mixture_plain": "all", "synthesizer_mixture_equal": "all", "synthesizer_mixture_grad": "all",
-    "causal_drop": "dense_causal", "synthesizer_fixed": "random",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mutation", attention.mutations, ids=lambda m: m.says.replace(" ", "_"))
-def test_mistakes_differ(mutation):
-    given = {n: x for n, x in arguments(SHOWN_BY.get(mutation.class_, "dense"), 16).items() if x is not None}
-    result, pullback = attention.vjp(**given)
-    cotangents = random_cotangents(attention, result, rng(16))
-    right = pullback(**cotangents)
-    if mutation.forward is not None:
-        assert np.abs(mutation.forward(given).output - result.output).max() > 1e-3
-    if mutation.gradients is not None:
-        wrong = mutation.gradients(given, cotangents)
-        assert set(wrong) == set(right)
-        assert max(np.abs(wrong[n] - right[n]).max() for n in wrong) > 1e-3
 
 
 def test_mistakes_that_do_not_show_say_so():

@@ -1,16 +1,14 @@
 """topk_attention: the choice, gradients with the choice held fixed, equality with its definition, stored cases."""
 
-import array_api_strict
 import numpy as np
 import pytest
-from support import assert_adjoint, assert_close, assert_gradients, cases, random_cotangents
+from contract.cases.topk import CASES, TOGETHER, B, D, E, H, K, Q, arguments
+from support import assert_close, cases, random_cotangents
 
-from refattn import patterns, precision
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 from refattn.attention.topk import topk_attention as attention
 
 EPS = np.finfo(np.float64).eps
-B, H, Q, K, D, E = 2, 3, 4, 6, 3, 2
 
 
 def rng(seed=0):
@@ -18,82 +16,7 @@ def rng(seed=0):
 
 
 def base(seed=0, **settings):
-    return attention.example(rng(seed), **{"b": B, "h": H, "q": Q, "k": K, "d": D, "e": E, "count": 2, **settings})
-
-
-def random_indices(r, shape, n, keys):
-    """Distinct keys, in no order, some of them -1."""
-    rows = np.stack([r.permutation(keys)[:n] for _ in range(int(np.prod(shape)))]).reshape(*shape, n)
-    return np.where(r.random(rows.shape) < 0.2, -1, rows)
-
-
-TOGETHER = {
-    "mask": rng(1).random((B, 1, Q, K)) < 0.9,
-    "bias": np.where(rng(9).random((B, H, Q, K)) < 0.1, -np.inf, rng(2).standard_normal((B, H, Q, K))),
-    "causal": True, "align": "lower_right", "window": (4, None), "key_lengths": [6, 5], "query_lengths": [4, 3],
-    "query_segments": np.zeros((B, Q), int), "key_segments": np.array([0, 0, 1, 0, 0, 0]), "scale": 0.6, "softcap": 1.7,
-    "alibi_slopes": rng(3).random(H), "sinks": rng(4).standard_normal((H, 2)), "dropout_rate": 0.25,
-    "dropout_mask": rng(5).random((B, H, Q, K)) < 0.75, "pattern": ~patterns.dense(np.eye(Q, K, 1, dtype=bool)),
-    "score_mod": lambda s, b, h, i, j: s * (1 + 0.1 * h) + 0.1 * b - 0.05 * (i - j),
-}  # fmt: skip
-OPTIONS = {
-    "plain": {},
-    "one": {"count": 1},
-    "all": {"count": K},
-    "causal": {"causal": True, "align": "lower_right", "count": 3},
-    "causal_empty_rows": {"causal": True, "align": -2, "count": 3},
-    "bias_shared": {"bias": rng(2).standard_normal((H, 1, K)), "count": 3},
-    "lengths": {"key_lengths": [3, 0], "query_lengths": [3, 4]},
-    "dropout": {n: TOGETHER[n] for n in ("dropout_mask", "dropout_rate")},
-    "sinks": {"sinks": rng(4).standard_normal(H)},
-    "together": {**TOGETHER, "count": 3},
-    "together_after": {**TOGETHER, "count": 4, "lse_includes_sinks": False, "softcap_after_bias": True},
-    "indices": {"indices": random_indices(rng(6), (B, H, Q), 4, K)},
-    "indices_shared": {"indices": random_indices(rng(6), (1, Q), 3, K)},
-    "indices_masked": {**TOGETHER, "indices": random_indices(rng(6), (B, H, Q), 4, K)},
-    "indices_none": {"indices": np.full((B, H, Q, 2), -1)},
-    "indices_no_places": {"indices": np.zeros((B, H, Q, 0), int)},
-}
-
-
-@pytest.mark.parametrize(
-    "name", ["plain", "causal", "lengths", "together", "together_after", "indices_masked", "bias_shared"]
-)
-def test_gradients_by_complex_step(name):
-    """The step of 1e-200 cannot change which logits are largest."""
-    arguments = base(**OPTIONS[name])
-    names = [
-        n for n in attention.differentiable if arguments.get(n) is not None and (n != "bias" or name == "bias_shared")
-    ]
-    assert_gradients(attention, arguments, rng(7), names=names)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_adjoint_identity(name):
-    assert_adjoint(attention, base(1, **OPTIONS[name]), rng(8))
-
-
-@pytest.mark.parametrize("algorithm", ["auto", "whole", "tiled"])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_equals_definition(name, algorithm):
-    arguments = base(2, **OPTIONS[name])
-    result = attention.forward(**arguments, algorithm=algorithm)
-    want = attention.definition(**arguments)
-    assert np.array_equal(result.indices, want.indices)
-    assert result.indices.dtype == np.int64
-    assert_close(result.output, want.output, 40 * EPS)
-    assert_close(result.lse, want.lse, 40 * EPS)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_gathered_gradients_equal_masked_ones(name):
-    arguments = base(3, **OPTIONS[name])
-    result, pullback = attention.vjp(**arguments)
-    _, masked = attention.vjp(**arguments, algorithm="whole")
-    cotangents = random_cotangents(attention, result, rng(3))
-    got = pullback(**cotangents)
-    for n, g in masked(**cotangents).items():
-        assert_close(got[n], g, 200 * EPS)
+    return arguments("plain", seed, **settings)
 
 
 # ---------------------------------------------------------------------- the choice
@@ -114,9 +37,9 @@ def test_all_keys_are_plain_attention():
 
 
 def test_indices_given_are_a_mask():
-    indices = OPTIONS["indices"]["indices"]
+    indices = CASES["indices"]["indices"]
     mask = (indices[..., None] == np.arange(K)).any(-2)
-    arguments = base(5, **OPTIONS["indices"])
+    arguments = base(5, **CASES["indices"])
     want = scaled_dot_product_attention.forward(**{n: arguments[n] for n in "qkv"}, mask=mask)
     assert_close(attention(**arguments), want.output, 40 * EPS)
     order = rng(1).permuted(indices, axis=-1)
@@ -170,16 +93,6 @@ def test_a_nan_in_a_key_reaches_exactly_the_rows_that_see_it():
     assert np.isnan(result.output[seen]).all()
 
 
-def test_kept_weights():
-    for name in ("plain", "together", "indices_masked"):
-        arguments = base(8, **OPTIONS[name])
-        got, want = (
-            attention.forward(**arguments, keep_weights=True),
-            attention.definition(**arguments, keep_weights=True),
-        )
-        assert_close(got.weights, want.weights, 40 * EPS)
-
-
 @pytest.mark.parametrize("keys", [50, 700])
 def test_long_inputs_in_several_runs(keys, monkeypatch):
     """Both the search and the gathered softmax cut the queries."""
@@ -199,51 +112,6 @@ def test_long_inputs_in_several_runs(keys, monkeypatch):
     got = pullback(**cotangents)
     for n, g in want_pullback(**cotangents).items():
         assert_close(got[n], g, 1000 * EPS)  # a key may be chosen by 90 queries
-
-
-def test_leading_axes_broadcast():
-    r = rng(5)
-    q, k, v = r.standard_normal((3, 1, H, Q, D)), r.standard_normal((2, H, K, D)), r.standard_normal((H, K, E))
-    for more in (
-        {"count": 3},
-        {"indices": random_indices(r, (3, 2, H, Q), 3, K)},
-        {"indices": random_indices(r, (Q,), 3, K)},
-    ):
-        arguments = {"q": q, "k": k, "v": v, "bias": r.standard_normal((3, 1, H, Q, K)), **more}
-        result = attention.forward(**arguments)
-        assert result.output.shape == (3, 2, H, Q, E)
-        assert result.indices.shape == (3, 2, H, Q, 3)
-        want = attention.definition(**arguments)
-        assert_close(result.output, want.output, 40 * EPS)
-        assert np.array_equal(result.indices, want.indices)
-        assert_adjoint(attention, arguments, r)
-
-
-@pytest.mark.parametrize("name", ["plain", "together", "together_after", "indices_masked", "lengths"])
-def test_strict_namespace(name):
-    arguments = base(7, **OPTIONS[name])
-    arguments.pop("score_mod", None)
-    strict = {n: array_api_strict.asarray(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
-    for algorithm in ("auto", "whole"):
-        result, pullback = attention.vjp(**strict, algorithm=algorithm)
-        want, want_pullback = attention.vjp(**arguments)
-        cotangents = random_cotangents(attention, want, rng(1))
-        got = pullback(**{n: array_api_strict.asarray(x) for n, x in cotangents.items()})
-        assert type(result.indices) is type(strict["q"])
-        assert np.array_equal(np.asarray(result.indices), want.indices)
-        assert_close(result.output, want.output, 20 * EPS)
-        for n, g in want_pullback(**cotangents).items():
-            assert_close(got[n], g, 100 * EPS)
-
-
-def test_half_inputs_are_compared_in_float32():
-    arguments = {n: x.astype(np.float16) if n in "qkv" else x for n, x in base(8).items()}
-    result = attention.forward(**arguments)
-    want = attention.forward(**{n: x.astype(np.float64) if n in "qkv" else x for n, x in arguments.items()})
-    assert result.output.dtype == np.float16
-    assert result.lse.dtype == np.float32
-    assert np.array_equal(result.indices, want.indices)
-    assert_close(result.output, want.output, 2.0**-11 + 40 * 2.0**-24)
 
 
 @pytest.mark.parametrize("sizes", [{"b": 0}, {"q": 0}, {"e": 0}, {"d": 0}])
@@ -343,44 +211,6 @@ def test_bad_input(name):
         attention.forward(**{**base(), **change})
 
 
-OWN = {
-    "topk_ties": {"tie": True},
-    "topk_count": {},
-    "topk_smallest": {},
-    "topk_before_mask": {"mask": rng(1).random((B, 1, Q, K)) < 0.6, "causal": True, "align": "lower_right"},
-    "topk_before_bias": {"bias": 2 * rng(2).standard_normal((H, Q, K))},
-    "topk_not_renormalised": {},
-    "topk_heads": {},
-    "topk_padding": {"indices": OPTIONS["indices"]["indices"]},
-    "topk_ignored": {},
-    "topk_grad": {},
-}
-
-
-@pytest.mark.parametrize("class_", OWN)
-def test_own_mistakes_differ_visibly(class_):
-    options = dict(OWN[class_])
-    tied = options.pop("tie", False)
-    arguments = base(11, **options)
-    if tied:
-        arguments["k"][..., 3:, :] = arguments["k"][..., :3, :]
-        arguments["count"] = 3
-    if "indices" in options:
-        arguments.pop("count", None)
-    right, pullback = attention.vjp(**arguments)
-    cotangents = random_cotangents(attention, right, rng(1))
-    gradients = pullback(**cotangents)
-    found = [m for m in attention.mutations if m.class_ == class_]
-    assert found
-    for mutation in found:
-        assert (mutation.forward is None) == (class_ == "topk_grad")
-        if mutation.forward is not None:
-            wrong = mutation.forward(arguments)
-            assert np.abs(np.asarray(wrong.output) - right.output).max() > 1e-3, mutation.says
-        d = mutation.gradients(arguments, cotangents)
-        assert max(np.abs(d[n] - gradients[n]).max() for n in d) > 1e-3, mutation.says
-
-
 def test_a_mistake_that_changes_nothing_is_not_offered():
     arguments = base(12, count=K)
     for mutation in attention.mutations:
@@ -402,17 +232,3 @@ def test_how_close_a_choice_is():
     assert attention.margin(attention.example(rng(), n=2, count=3)) == np.inf
     tied = attention.example(rng(3), n=2, k=6, count=6)
     assert all(np.array_equal(tied["k"][..., j, :], tied["k"][..., j + 2, :]) for j in range(4))
-
-
-@pytest.mark.parametrize("options", [{}, {"causal": True, "align": "lower_right"}], ids=str)
-def test_computed_multiplies_equal_the_counted_ones(options):
-    settings = {"h": 2, "q": 5, "k": 7, "b": 1, "d": 4, "e": 3, "count": 3, **options}
-    space = precision.counting()
-    arguments = attention.example(rng(), **settings)
-    result, pullback = attention.vjp(
-        **{n: space.asarray(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
-    )
-    forward = space.counts.multiplies
-    assert forward == attention.cost(**settings).computed_multiplies
-    pullback(result.output)
-    assert space.counts.multiplies - forward == attention.cost(**settings, direction="backward").computed_multiplies

@@ -37,4 +37,4 @@ SHOWING = {
 
 def arguments(name="plain_parallel", seed=0, **more):
     sizes = {"b": B, "h": H, "q": N, "k": N, "d": D, "e": E}
-    return attention.example(rng(seed), **{**sizes, "scale": 0.7, **(CASES | SHOWING)[name], **more})
+    return attention.example(rng(seed), **{**sizes, "scale": 0.7, **(CASES | SHOWING | OPTIONS)[name], **more})
