@@ -43,7 +43,6 @@ from refattn.arrays import (
 from refattn.contraction import einsum
 from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
-from refattn.mistakes.nystrom import nystrom_mutations
 from refattn.normalization import masked_softmax, masked_softmax_backward
 from refattn.records import Counts, Elements, Pass, Result
 
@@ -294,7 +293,6 @@ nystrom_attention = mechanism(
     backward,
     cost,
     example,
-    mutations=nystrom_mutations,
     name="nystrom_attention",
     differentiable=("q", "k", "v"),
     probes=_PROBES,

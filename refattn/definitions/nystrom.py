@@ -167,18 +167,7 @@ class Nystrom(Definition):
     @step
     def back_through_inverse(self):
         """Cotangents of middle (the sum over the steps) and of Z_0, by the product rule over the four terms of a step."""
-        d_middle, d_z = np.zeros_like(self.middle), self.d_inverse
-        for z in reversed(self.steps_of_inverse[:-1]):
-            y = einsum("...mn,...no->...mo", self.middle, z)
-            power, d_y, d_next = powers(y), np.zeros_like(y), np.zeros_like(d_z)
-            for n, factor in enumerate(POWERS):  # Z Y^n: Z once, and each of the n factors Y
-                d = factor / 4 * d_z
-                d_next = d_next + d @ transposed(power[n])
-                for m in range(n):
-                    d_y = d_y + transposed(z @ power[m]) @ d @ transposed(power[n - 1 - m])
-            d_middle = d_middle + d_y @ transposed(z)
-            d_z = d_next + transposed(self.middle) @ d_y
-        return d_middle, d_z
+        return back_through(self.middle, self.steps_of_inverse[:-1], self.d_inverse)
 
     @step
     def d_first(self):
@@ -235,6 +224,22 @@ def segment_means(length, landmarks):
     """(n, length): 1 / size where a position stands in segment n."""
     size = max(1, length // landmarks)
     return (np.arange(length) // size == np.arange(landmarks)[:, None]) / size
+
+
+def back_through(middle, before, d_z):
+    """Cotangents of ``middle`` and of the first Z of ``before``, the Z before each step, from that of the last one's result."""
+    d_middle = np.zeros_like(middle)
+    for z in reversed(before):
+        y = middle @ z
+        power, d_y, d_next = powers(y), np.zeros_like(y), np.zeros_like(d_z)
+        for n, factor in enumerate(POWERS):  # Z Y^n: Z once, and each of the n factors Y
+            d = factor / 4 * d_z
+            d_next = d_next + d @ transposed(power[n])
+            for m in range(n):
+                d_y = d_y + transposed(z @ power[m]) @ d @ transposed(power[n - 1 - m])
+        d_middle = d_middle + d_y @ transposed(z)
+        d_z = d_next + transposed(middle) @ d_y
+    return d_middle, d_z
 
 
 def powers(y):

@@ -272,6 +272,7 @@ class no_scale(Linear):
     """queries are not scaled"""
 
     scale = 1.0
+    d_scale = 0.0
 
 
 @catalogue.mistake(why="The kernel takes a scale and has none of its own.")

@@ -1,294 +1,360 @@
-"""The ways people get Nystrom attention wrong, each as the numbers that the mistake gives.
-
-:class:`Steps` writes the mechanism down once more in float64 NumPy, in steps that a mistake replaces.  It is right as it stands and
-shares nothing with the mechanism.
-"""
-
-from typing import Any
+"""How people get Nystrom attention wrong: landmarks and the zeros in front, the pseudo-inverse, its gradient."""
 
 import numpy as np
 
-from refattn.arrays import sum_to_shape
-from refattn.records import Mutation, Result
+from refattn.definitions.nystrom import Nystrom, back_through, transposed, zeros_in_front
+from refattn.definitions.steps import einsum, step
+from refattn.mistakes.engine import Catalogue
 
-__all__ = ["nystrom_mutations"]
-
-Arguments = dict[str, Any]
-
-
-def _t(x: np.ndarray) -> np.ndarray:
-    return np.swapaxes(x, -1, -2)
+catalogue = Catalogue(Nystrom)
 
 
-class Steps:
-    """One call on float64 arrays."""
-
-    power = -0.5
-    constant_scale = constant_inverse = one_step = False
-
-    def __init__(self, arguments: Arguments) -> None:
-        self.a = arguments
-        self.n = int(arguments["landmarks"])
-        self.iterations = int(arguments.get("iterations", 6))
-        self.batch = arguments.get("pinv_scale", "matrix") == "batch"
-        self.q, self.k, self.v = (self.padded(np.asarray(arguments[n], np.float64)) for n in "qkv")
-        self.scale = self.q.shape[-1] ** self.power
-
-    # ------------------------------------------------------------ steps that mistakes replace
-
-    def padded(self, x: np.ndarray) -> np.ndarray:
-        missing = -x.shape[-2] % self.n
-        return np.concatenate([np.zeros((*x.shape[:-2], missing, x.shape[-1])), x], axis=-2)
-
-    def cut(self, x: np.ndarray, length: int) -> np.ndarray:
-        return x[..., x.shape[-2] - length :, :]
-
-    def averages(self, length: int) -> np.ndarray:
-        """(n, padded length): the matrix of the means."""
-        size = length // self.n
-        return (np.arange(length) // size == np.arange(self.n)[:, None]) / size
-
-    def key_logits(self, logits: np.ndarray) -> np.ndarray:
-        return logits
-
-    def largest(self) -> np.ndarray:
-        sums = self.middle.sum(-2, keepdims=True)
-        return sums.max(keepdims=True) if self.batch else sums.max(-1, keepdims=True)
-
-    def inverse(self) -> np.ndarray:
-        unit = np.eye(self.n)
-        z = _t(self.middle) / self.largest()
-        self.trail = []
-        for _ in range(self.iterations):
-            self.trail.append(z)
-            y = self.middle @ z
-            z = z @ (13 * unit - y @ (15 * unit - y @ (7 * unit - y))) / 4
-        return z
-
-    # ------------------------------------------------------------ the computation
-
-    @staticmethod
-    def softmax(x: np.ndarray) -> np.ndarray:
-        e = np.exp(x - x.max(-1, keepdims=True))
-        return e / e.sum(-1, keepdims=True)
-
-    def forward(self) -> Result:
-        self.mean_q, self.mean_k = self.averages(self.q.shape[-2]), self.averages(self.k.shape[-2])
-        self.q_m, self.k_m = self.mean_q @ self.q, self.mean_k @ self.k
-        self.left = self.softmax(self.scale * self.q @ _t(self.k_m))
-        self.middle = self.softmax(self.scale * self.q_m @ _t(self.k_m))
-        self.right = self.softmax(self.key_logits(self.scale * self.q_m @ _t(self.k)))
-        self.z = self.inverse()
-        self.output = self.left @ (self.z @ (self.right @ self.v))
-        return Result(output=self.cut(self.output, self.a["q"].shape[-2]))
-
-    def backward(self, d_output: np.ndarray) -> dict[str, np.ndarray]:
-        rows = np.zeros((*d_output.shape[:-2], self.q.shape[-2], d_output.shape[-1]))
-        self.cut(rows, d_output.shape[-2])[...] = d_output
-        summed = self.right @ self.v
-        d_left, d_mixed = rows @ _t(self.z @ summed), _t(self.left) @ rows
-        d_summed = _t(self.z) @ d_mixed
-        d_middle = self.inverse_backward(sum_to_shape(d_mixed @ _t(summed), self.z.shape))
-
-        def logits(weights: np.ndarray, d: np.ndarray) -> np.ndarray:
-            return self.scale * weights * (d - (weights * d).sum(-1, keepdims=True))
-
-        s_left, s_middle = logits(self.left, d_left), logits(self.middle, d_middle)
-        s_right = logits(self.right, d_summed @ _t(self.v))
-        found = {
-            "q": s_left @ self.k_m + self.mean_q.T @ (s_middle @ self.k_m + s_right @ self.k),
-            "k": _t(s_right) @ self.q_m + self.mean_k.T @ (_t(s_middle) @ self.q_m + _t(s_left) @ self.q),
-            "v": _t(self.right) @ d_summed,
-        }
-        return {n: sum_to_shape(self.cut(g, self.a[n].shape[-2]), self.a[n].shape) for n, g in found.items()}
-
-    def inverse_backward(self, d_z: np.ndarray) -> np.ndarray:
-        """By the product rule over the four terms 13 Z - 15 Z Y + 7 Z Y^2 - Z Y^3 of each step, Y = A Z."""
-        a, found = self.middle, np.zeros_like(self.middle)
-        if self.constant_inverse:
-            return found
-        for n, z in enumerate(reversed(self.trail)):
-            if n and self.one_step:
-                return found
-            y = a @ z
-            powers = [np.broadcast_to(np.eye(self.n), y.shape), y, y @ y, y @ y @ y]
-            d_y, d_next = np.zeros_like(y), np.zeros_like(z)
-            for power, factor in enumerate((13, -15, 7, -1)):
-                d = factor / 4 * d_z
-                d_next = d_next + d @ _t(powers[power])
-                for m in range(power):
-                    d_y = d_y + _t(z @ powers[m]) @ d @ _t(powers[power - 1 - m])
-            found = found + d_y @ _t(z)
-            d_z = d_next + _t(a) @ d_y
-        largest, sums = self.largest(), a.sum(-2, keepdims=True)
-        found = found + _t(d_z) / largest
-        if not self.constant_scale:
-            axes = None if self.batch else (-1, -2)
-            d_largest = -np.sum(_t(d_z) * a, axis=axes, keepdims=True) / largest**2
-            ties = sums == largest
-            found = found + np.where(ties, d_largest / np.sum(ties, axis=axes, keepdims=True), 0.0)
-        return found
+# ---------------------------------------------------------------------------------------------- zeros and landmarks
 
 
-# ------------------------------------------------------------------------------------------------ mistakes
+@catalogue.mistake(why="Padding stands behind everywhere else.")
+class nystrom_pad_behind(Nystrom):
+    """the zeros stand behind the sequence"""
+
+    @step
+    def padded_q(self):
+        return zeros_behind(self.q, self.landmarks)
+
+    @step
+    def padded_k(self):
+        return zeros_behind(self.k, self.landmarks)
+
+    @step
+    def padded_v(self):
+        return zeros_behind(self.v, self.landmarks)
+
+    @step
+    def output(self):
+        return self.attention_left.output[..., : self.q.shape[-2], :]
+
+    @step
+    def d_output(self):
+        return zeros_behind(self.cotangent("output"), self.landmarks)
+
+    @step
+    def d_q(self):
+        d = self.d_left.d_q + einsum("nq,...nd->...qd", self.averages_q, self.d_q_m)
+        return d[..., : self.q.shape[-2], :]
+
+    @step
+    def d_k(self):
+        d = self.d_right.d_k + einsum("nk,...nd->...kd", self.averages_k, self.d_k_m)
+        return d[..., : self.k.shape[-2], :]
+
+    @step
+    def d_v(self):
+        return self.d_right.d_v[..., : self.v.shape[-2], :]
 
 
-class _Unscaled(Steps):
-    power = 0.0
+@catalogue.mistake(why="A mean over tokens seems to mean real tokens.")
+class nystrom_pad_mean(Nystrom):
+    """the zeros do not count in the means"""
+
+    @step
+    def averages_q(self):
+        return means_of_real(super().averages_q, self.padded_q.shape[-2] - self.q.shape[-2])
+
+    @step
+    def averages_k(self):
+        return means_of_real(super().averages_k, self.padded_k.shape[-2] - self.k.shape[-2])
 
 
-class _Twice(Steps):
-    power = -1.0
+@catalogue.mistake(sides=("both", "forward"), why="A padding mask is given to the one softmax that has keys.")
+class nystrom_pad_hidden(Nystrom):
+    """the zeros in front are hidden from the softmax over keys"""
+
+    @step
+    def attention_right(self):
+        real = np.arange(self.padded_k.shape[-2]) >= self.padded_k.shape[-2] - self.k.shape[-2]
+        given = {"q": self.q_m, "k": self.padded_k, "v": self.padded_v, "mask": real[None, :]}
+        return self.begin(self.inner, given)
 
 
-class _ZerosBehind(Steps):
-    def padded(self, x: np.ndarray) -> np.ndarray:
-        missing = -x.shape[-2] % self.n
-        return np.concatenate([x, np.zeros((*x.shape[:-2], missing, x.shape[-1]))], axis=-2)
+@catalogue.mistake(name="tail_garbage", why="The length is cut down to a multiple, not filled up.")
+class nystrom_tail_dropped(Nystrom):
+    """keys beyond the last full segment are dropped"""
 
-    def cut(self, x: np.ndarray, length: int) -> np.ndarray:
-        return x[..., :length, :]
+    @step
+    def kept(self):
+        return self.k.shape[-2] // self.landmarks * self.landmarks
 
+    @step
+    def padded_k(self):
+        return self.k[..., : self.kept, :]
 
-class _RealMeans(Steps):
-    """Only the tokens of a segment count in its mean, not the zeros."""
+    @step
+    def padded_v(self):
+        return self.v[..., : self.kept, :]
 
-    def averages(self, length: int) -> np.ndarray:
-        found = super().averages(length)
-        missing = length - self.a["q" if length == self.q.shape[-2] else "k"].shape[-2]
-        found[:, :missing] = 0.0
-        return found / np.maximum(found.sum(1, keepdims=True), 1e-300)
+    @step
+    def d_k(self):
+        d = self.d_right.d_k + einsum("nk,...nd->...kd", self.averages_k, self.d_k_m)
+        return np.concatenate([d, np.zeros((*d.shape[:-2], self.k.shape[-2] - self.kept, d.shape[-1]))], axis=-2)
 
-
-class _HiddenZeros(Steps):
-    """The zeros in front get no weight."""
-
-    def key_logits(self, logits: np.ndarray) -> np.ndarray:
-        missing = logits.shape[-1] - self.a["k"].shape[-2]
-        return np.where(np.arange(logits.shape[-1]) < missing, -1e300, logits)
-
-
-class _Strided(Steps):
-    """Every n-th token in place of n segments."""
-
-    def averages(self, length: int) -> np.ndarray:
-        return (np.arange(length) % self.n == np.arange(self.n)[:, None]) / (length // self.n)
+    @step
+    def d_v(self):
+        d = self.d_right.d_v
+        return np.concatenate([d, np.zeros((*d.shape[:-2], self.v.shape[-2] - self.kept, d.shape[-1]))], axis=-2)
 
 
-class _FirstTokens(Steps):
-    """The first token of a segment in place of its mean."""
+@catalogue.mistake(why="reshape(length / n, n) in place of (n, length / n).")
+class nystrom_landmarks(Nystrom):
+    """a landmark is the mean of every n-th token"""
 
-    def averages(self, length: int) -> np.ndarray:
-        return 1.0 * (np.arange(length) == np.arange(self.n)[:, None] * (length // self.n))
+    @step
+    def averages_q(self):
+        return every_nth(self.padded_q.shape[-2], self.landmarks)
 
-
-class _BatchScale(Steps):
-    def __init__(self, arguments: Arguments) -> None:
-        super().__init__(arguments)
-        self.batch = True
-
-
-class _MatrixScale(Steps):
-    def __init__(self, arguments: Arguments) -> None:
-        super().__init__(arguments)
-        self.batch = False
+    @step
+    def averages_k(self):
+        return every_nth(self.padded_k.shape[-2], self.landmarks)
 
 
-class _NoStartingScale(Steps):
-    """The iteration starts from A^T / n."""
+@catalogue.mistake(name="nystrom_landmarks", why="Nystrom's method samples columns; this one averages.")
+class nystrom_first_tokens(Nystrom):
+    """a landmark is the first token of its segment"""
 
-    def largest(self) -> np.ndarray:
-        return np.full((*self.middle.shape[:-2], 1, 1), float(self.n))
+    @step
+    def averages_q(self):
+        return first_of_segments(super().averages_q)
 
-
-class _OneStepLess(Steps):
-    def __init__(self, arguments: Arguments) -> None:
-        super().__init__(arguments)
-        self.iterations = max(0, self.iterations - 1)
-
-
-class _OneStepMore(Steps):
-    def __init__(self, arguments: Arguments) -> None:
-        super().__init__(arguments)
-        self.iterations += 1
+    @step
+    def averages_k(self):
+        return first_of_segments(super().averages_k)
 
 
-class _Exact(Steps):
-    def inverse(self) -> np.ndarray:
+@catalogue.mistake(name="nystrom_landmarks", why="sum() in place of mean(), and the scale hides it.")
+class nystrom_sums(Nystrom):
+    """a landmark is the sum of its segment"""
+
+    @step
+    def averages_q(self):
+        return 1.0 * (super().averages_q > 0)
+
+    @step
+    def averages_k(self):
+        return 1.0 * (super().averages_k > 0)
+
+
+@catalogue.mistake(
+    name="nystrom_landmarks", why="One set of landmarks is enough for the kernel matrices of the literature."
+)
+class nystrom_landmarks_of_queries(Nystrom):
+    """the landmarks of the queries serve as those of the keys"""
+
+    @step
+    def k_m(self):
+        return self.q_m
+
+    @step
+    def d_q_m(self):
+        return super().d_q_m + self.d_k_m
+
+    @step
+    def d_k(self):
+        return self.rows_of(self.d_right.d_k, self.k.shape[-2])
+
+
+# ---------------------------------------------------------------------------------------------- the pseudo-inverse
+
+
+@catalogue.mistake(why="The maximum is taken over the whole tensor, as in the first released code.")
+class nystrom_scale(Nystrom):
+    """all matrices start from one scale, that of the batch"""
+
+    scale_axes = None
+
+
+@catalogue.mistake(
+    name="nystrom_scale", why="The scale of each matrix is the better choice, and the option is overlooked."
+)
+class nystrom_scale_of_matrix(Nystrom):
+    """every matrix starts from its own scale, not that of the batch"""
+
+    @step
+    def scale_axes(self):
+        return (-1, -2)
+
+
+@catalogue.mistake(name="nystrom_scale", why="Rows sum to 1, so that the largest column sum seems to be at most n.")
+class nystrom_scale_of_landmarks(Nystrom):
+    """the iteration starts from middle^T / n"""
+
+    @step
+    def largest(self):
+        return np.full_like(super().largest, self.landmarks)
+
+    @step
+    def d_middle(self):
+        return self.back_through_inverse[0] + transposed(self.d_first) / self.largest
+
+
+@catalogue.mistake(name="nystrom_scale", why="Row sums are 1, and the maximum is taken over them.")
+class nystrom_scale_of_rows(Nystrom):
+    """the iteration starts from middle^T over the largest row sum, which is 1"""
+
+    @step
+    def largest(self):
+        return np.ones_like(super().largest)
+
+    @step
+    def d_middle(self):
+        return self.back_through_inverse[0] + transposed(self.d_first)
+
+
+@catalogue.mistake(why="range(1, iterations).")
+class nystrom_steps(Nystrom):
+    """one step of the iteration too few"""
+
+    @step
+    def iterations(self):
+        return max(0, self.argument("iterations") - 1)
+
+
+@catalogue.mistake(name="nystrom_steps", why="The starting point counts as a step.")
+class nystrom_step_more(Nystrom):
+    """one step of the iteration too many"""
+
+    @step
+    def iterations(self):
+        return self.argument("iterations") + 1
+
+
+@catalogue.mistake(why="A library has a pseudo-inverse.")
+class nystrom_exact(Nystrom):
+    """the exact pseudo-inverse"""
+
+    @step
+    def inverse(self):
         return np.linalg.pinv(self.middle)
 
+    @step
+    def d_middle(self):
+        """-Z^T dZ Z^T, where the matrix has full rank"""
+        z = transposed(self.inverse)
+        return -z @ self.d_inverse @ z
 
-class _SecondOrder(Steps):
-    """Newton's iteration Z (2 I - A Z)."""
 
-    def inverse(self) -> np.ndarray:
-        z = _t(self.middle) / self.largest()
+@catalogue.mistake(why="Newton's iteration is the one in textbooks.")
+class nystrom_newton(Nystrom):
+    """the iteration is Z (2 I - middle Z)"""
+
+    @step
+    def steps_of_inverse(self):
+        z = [self.first]
         for _ in range(self.iterations):
-            z = z @ (2 * np.eye(self.n) - self.middle @ z)
+            z.append(z[-1] @ (2 * np.eye(self.landmarks) - self.middle @ z[-1]))
         return z
 
-
-class _Transposed(Steps):
-    def inverse(self) -> np.ndarray:
-        return _t(super().inverse())
-
-
-class _ConstantScale(Steps):
-    constant_scale = True
-
-
-class _ConstantInverse(Steps):
-    constant_inverse = True
+    @step
+    def back_through_inverse(self):
+        d_middle, d_z = np.zeros_like(self.middle), self.d_inverse
+        for z in reversed(self.steps_of_inverse[:-1]):
+            d_y = -transposed(z) @ d_z
+            d_middle = d_middle + d_y @ transposed(z)
+            d_z = d_z @ transposed(2 * np.eye(self.landmarks) - self.middle @ z) + transposed(self.middle) @ d_y
+        return d_middle, d_z
 
 
-class _LastStepAlone(Steps):
-    one_step = True
+@catalogue.mistake(why="The inverse of a transpose is the transpose of the inverse, and one of them is lost.")
+class nystrom_transposed(Nystrom):
+    """the inverse is transposed"""
+
+    @step
+    def inverse(self):
+        return transposed(super().inverse)
+
+    @step
+    def back_through_inverse(self):
+        return back_through(self.middle, self.steps_of_inverse[:-1], transposed(self.d_inverse))
 
 
-def _differ(right: Any, wrong: Any) -> bool:
-    return any(not np.allclose(right[n], wrong[n], rtol=1e-9, atol=1e-12, equal_nan=True) for n in wrong)
+@catalogue.mistake(name="step_dropped", why="The middle factor is taken for a normalisation.")
+class nystrom_inverse_dropped(Nystrom):
+    """the pseudo-inverse is left out: the two long softmaxes are multiplied"""
+
+    @step
+    def inverse(self):
+        return np.broadcast_to(np.eye(self.landmarks), super().inverse.shape)
+
+    @step
+    def d_middle(self):
+        return np.zeros_like(self.middle)
 
 
-def _mistake(
-    class_: str, says: str, wrong: type[Steps], *, gradients_too: bool = True, forward: bool = True
-) -> Mutation:
-    def mistaken_forward(arguments: Arguments) -> Result | None:
-        with np.errstate(all="ignore"):
-            result, right = wrong(arguments).forward(), Steps(arguments).forward()
-        return result if _differ(right.fields, result.fields) else None
+@catalogue.mistake(name="step_dropped", why="The matrix is small, so that an inverse of it seems to be all.")
+class nystrom_middle_for_inverse(Nystrom):
+    """the middle softmax itself stands in place of its pseudo-inverse"""
 
-    def gradients(arguments: Arguments, cotangents: dict[str, Any]) -> dict[str, Any] | None:
-        if cotangents.get("output") is None:
-            return None
-        d_output = np.asarray(cotangents["output"], np.float64)
-        with np.errstate(all="ignore"):
-            mistaken, right = wrong(arguments), Steps(arguments)
-            mistaken.forward(), right.forward()
-            found, expected = mistaken.backward(d_output), right.backward(d_output)
-        return found if _differ(expected, found) else None
+    @step
+    def inverse(self):
+        return self.middle
 
-    return Mutation(
-        class_, says, forward=mistaken_forward if forward else None, gradients=gradients if gradients_too else None
-    )
+    @step
+    def d_middle(self):
+        return self.d_inverse
 
 
-nystrom_mutations: tuple[Mutation, ...] = (
-    _mistake("no_scale", "the logits are not scaled", _Unscaled),
-    _mistake("scale_twice", "the logits are divided by d", _Twice),
-    _mistake("nystrom_pad_behind", "the zeros stand behind the sequence", _ZerosBehind),
-    _mistake("nystrom_pad_mean", "the zeros do not count in the means", _RealMeans),
-    _mistake("nystrom_pad_hidden", "the zeros are hidden from the softmax over keys", _HiddenZeros),
-    _mistake("nystrom_landmarks", "a landmark is the mean of every n-th token", _Strided),
-    _mistake("nystrom_landmarks", "a landmark is the first token of its segment", _FirstTokens),
-    _mistake("nystrom_scale", "all matrices start from one scale, that of the batch", _BatchScale),
-    _mistake("nystrom_scale", "every matrix starts from its own scale, not that of the batch", _MatrixScale),
-    _mistake("nystrom_scale", "the iteration starts from A^T / n", _NoStartingScale, gradients_too=False),
-    _mistake("nystrom_steps", "one step of the iteration too few", _OneStepLess),
-    _mistake("nystrom_steps", "one step of the iteration too many", _OneStepMore),
-    _mistake("nystrom_exact", "the exact pseudo-inverse", _Exact, gradients_too=False),
-    _mistake("nystrom_newton", "the iteration is Z (2 I - A Z)", _SecondOrder, gradients_too=False),
-    _mistake("nystrom_transposed", "the inverse is transposed", _Transposed, gradients_too=False),
-    _mistake("nystrom_scale_grad", "the starting scale is a constant in the backward", _ConstantScale, forward=False),
-    _mistake("nystrom_inverse_grad", "the inverse is a constant in the backward", _ConstantInverse, forward=False),
-    _mistake("nystrom_inverse_grad", "the backward goes through the last step alone", _LastStepAlone, forward=False),
-)
+# ---------------------------------------------------------------------------------------------- gradients
+
+
+@catalogue.mistake(sides=("backward",), why="The scale is computed under no_grad.")
+class nystrom_scale_grad(Nystrom):
+    """the starting scale is a constant in the backward"""
+
+    d_largest = 0.0
+
+
+@catalogue.mistake(sides=("backward",), why="An iteration is detached as a whole.")
+class nystrom_inverse_grad(Nystrom):
+    """the inverse is a constant in the backward"""
+
+    @step
+    def d_middle(self):
+        return np.zeros_like(self.middle)
+
+
+@catalogue.mistake(name="nystrom_inverse_grad", sides=("backward",), why="All but the last step run under no_grad.")
+class nystrom_last_step_grad(Nystrom):
+    """the backward goes through the last step of the iteration alone"""
+
+    @step
+    def d_middle(self):
+        return back_through(self.middle, self.steps_of_inverse[:-1][-1:], self.d_inverse)[0]
+
+
+@catalogue.mistake(sides=("backward",), why="The landmarks are detached, as a choice of tokens would be.")
+class nystrom_landmark_grad(Nystrom):
+    """the landmarks get no gradient"""
+
+    @step
+    def d_q(self):
+        return self.rows_of(self.d_left.d_q, self.q.shape[-2])
+
+    @step
+    def d_k(self):
+        return self.rows_of(self.d_right.d_k, self.k.shape[-2])
+
+
+def zeros_behind(x, landmarks):
+    missing = -x.shape[-2] % landmarks
+    return zeros_in_front(x[..., ::-1, :], missing)[..., ::-1, :]
+
+
+def means_of_real(averages, missing):
+    averages = np.where(np.arange(averages.shape[-1]) < missing, 0.0, averages)
+    total = averages.sum(1, keepdims=True)
+    return np.where(total == 0, 0.0, averages / np.where(total == 0, 1.0, total))
+
+
+def every_nth(length, landmarks):
+    return (np.arange(length) % landmarks == np.arange(landmarks)[:, None]) / max(1, length // landmarks)
+
+
+def first_of_segments(averages):
+    return 1.0 * (np.arange(averages.shape[1]) == (averages > 0).argmax(1)[:, None])

@@ -109,15 +109,6 @@ def test_stored_cases(name, meta, arrays):
 # ------------------------------------------------------------------------------------------------ mistakes and bad input
 
 
-def test_mistakes_that_do_not_show_say_so():
-    given = arguments("one_landmark", 13, b=1, h=1, d=1)
-    silent = {m.class_ for m in attention.mutations if m.forward is not None and m.forward(given) is None}
-    assert {"nystrom_pad_behind", "nystrom_scale", "nystrom_steps", "nystrom_exact", "no_scale"} <= silent
-    d = {"output": np.ones((1, 1, 6, 2))}
-    grads = {m.class_ for m in attention.mutations if m.forward is None and m.gradients(given, d) is None}
-    assert {"nystrom_scale_grad", "nystrom_inverse_grad"} <= grads
-
-
 BAD = {
     "landmarks_q": ({"landmarks": 7}, ValueError, "landmarks is 7: expected at most the 6 tokens of q (2, 2, 6, 3)"),
     "landmarks_k": (
