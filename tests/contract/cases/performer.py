@@ -20,8 +20,9 @@ COUNTED = [
     2 * ({"b": 2, "h": 3, "q": 40, "k": 40, "d": 6, "e": 5, "n": 7, **options},)
     for options in ({}, {"causal": True, "chunk": 16}, {"kernel": "relu"})
 ]
+SHOWING = {"long": {"q": 150, "k": 150, "causal": True}}
 
 
 def arguments(name="plain", seed=0, **more):
     sizes = {"b": 2, "h": 1, "q": 4, "k": 5, "d": 3, "e": 2, "n": 4, "chunk": 2}
-    return attention.example(rng(seed), **{**sizes, **CASES[name], **more})
+    return attention.example(rng(seed), **{**sizes, **(CASES | SHOWING)[name], **more})
