@@ -15,7 +15,7 @@ from refattn import cost, layers, memory, patterns, positions, routing
 from refattn.attention import *  # noqa: F403
 from refattn.attention import __all__ as _mechanism_names
 from refattn.contraction import einsum
-from refattn.mechanism import mechanisms
+from refattn.mechanism import functions, mechanisms
 from refattn.normalization import logsumexp, merge, softmax
 from refattn.records import Cost, Mutation, Result
 
@@ -29,6 +29,7 @@ __all__ = [
     "assert_matches",
     "cost",
     "einsum",
+    "functions",
     "layers",
     "logsumexp",
     "mechanisms",

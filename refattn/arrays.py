@@ -46,7 +46,7 @@ LARGEST = 1 << 48
 
 def is_array(x: Any) -> bool:
     """Whether ``x`` is an array of some library (NumPy scalars included; lists and Python numbers are not)."""
-    return array_api_compat.is_array_api_obj(x)
+    return not isinstance(x, type) and array_api_compat.is_array_api_obj(x)
 
 
 def namespace(*arrays: Any) -> Any:

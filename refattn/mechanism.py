@@ -13,6 +13,7 @@ dtype, rounding of the results to the dtype of the inputs, adjoints of broadcast
 import difflib
 import importlib
 import inspect
+import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -24,14 +25,33 @@ from refattn import arrays
 from refattn.described import described
 from refattn.records import Cost, Counts, Mutation, Result
 
-__all__ = ["Function", "Mechanism", "function", "mechanism", "mechanisms"]
+__all__ = ["Function", "Mechanism", "function", "functions", "mechanism", "mechanisms"]
 
 _COMMON = ("backend", "compute_dtype", "algorithm")
 ALGORITHMS = ("auto", "whole", "tiled")
+ROOMS = ("layers", "memory", "positions", "routing", "gates", "serving")
+"""Rooms whose functions are called by the room's name too."""
 
 _registry: dict[str, "Mechanism"] = {}
 mechanisms: Mapping[str, "Mechanism"] = MappingProxyType(_registry)
 """Every registered mechanism by name; read-only."""
+
+_others: dict[str, "Function"] = {}
+functions: Mapping[str, "Function"] = MappingProxyType(_others)
+"""Every differentiable function of the library that is no mechanism, by name: "softmax", "positions.rotary" ...; read-only."""
+
+
+def _found(name: str) -> "Function | None":
+    return _registry.get(name) or _others.get(name)
+
+
+def _named(name: str) -> "Function":
+    """The mechanism or function of this name, as pickles ask for it."""
+    importlib.import_module("refattn")
+    found = _found(name)
+    if found is None:
+        raise LookupError(f"refattn has no mechanism or function {name!r}")
+    return found
 
 
 class Function:
@@ -51,6 +71,13 @@ class Function:
         Result fields returned in the dtype of the inputs; all others keep the compute dtype.
     primary : sequence of str
         Arguments whose widest dtype is "the dtype of the inputs"; default: the positional ones that are differentiable.
+
+    Attributes
+    ----------
+    name : str
+        As in ``functions`` or ``mechanisms``: with the room for what has one, ``"positions.rotary"``.
+    positional, options : tuple of str
+        Arguments that may be given by position, and all arguments but backend, compute_dtype and algorithm.
     """
 
     def __init__(
@@ -74,23 +101,35 @@ class Function:
         self._storage = tuple(storage)
         self._signature = inspect.signature(forward)
         parameters = self._signature.parameters
-        self._positional = tuple(n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD)
-        self._primary = tuple(primary) or tuple(n for n in self._positional if n in self._floating)
+        self.positional: tuple[str, ...] = tuple(n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD)
+        self._primary = tuple(primary) or tuple(n for n in self.positional if n in self._floating)
         self._wants = tuple(n for n in ("backend", "algorithm") if n in parameters)
-        self._options = tuple(n for n in parameters if n not in ("backend", "algorithm"))
+        self.options: tuple[str, ...] = tuple(n for n in parameters if n not in ("backend", "algorithm"))
         unknown = set(self._floating) - set(parameters)
         if unknown:
             raise TypeError(f"{self.name}: {sorted(unknown)} are not arguments of its forward")
         self.__doc__ = doc or forward.__doc__
         self.__name__ = self.name
         self.__wrapped__ = forward  # where doctest finds the source
-        shown = [p for n, p in parameters.items() if n in self._options]
+        shown = [p for n, p in parameters.items() if n in self.options]
         common = dict(zip(_COMMON, (None, None, "auto"), strict=True))
         shown += [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d) for n, d in common.items()]
         self.__signature__ = inspect.Signature(shown)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__.lower()} {self.name}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by name: another process takes its own."""
+        if _found(self.name) is not self:
+            raise pickle.PicklingError(f"{self!r} is not registered: only what a name leads to can be pickled")
+        return _named, (self.name,)
+
+    def __copy__(self) -> "Function":
+        return self
+
+    def __deepcopy__(self, memo: Any) -> "Function":
+        return self  # nothing in it changes
 
     # ------------------------------------------------------------------ the calls
 
@@ -130,22 +169,22 @@ class Function:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments by name, without defaults; errors name the function, the argument and the nearest known name."""
-        if len(args) > len(self._positional):
+        if len(args) > len(self.positional):
             raise TypeError(
-                f"{self.name} takes the arrays {', '.join(self._positional)} by position, {len(args)} were given; options go by name"
+                f"{self.name} takes the arrays {', '.join(self.positional)} by position, {len(args)} were given; options go by name"
             )
-        bound = dict(zip(self._positional, args, strict=False))
+        bound = dict(zip(self.positional, args, strict=False))
         for key, value in kwargs.items():
-            if key not in self._options:
-                near = difflib.get_close_matches(key, (*self._options, *_COMMON), n=1, cutoff=0.5)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(self._options)}"
+            if key not in self.options:
+                near = difflib.get_close_matches(key, (*self.options, *_COMMON), n=1, cutoff=0.5)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(self.options)}"
                 raise TypeError(f"{self.name} has no option {key!r}{hint}")
             if key in bound:
                 raise TypeError(f"{self.name}: {key!r} was given twice")
             bound[key] = value
         for key, parameter in self._signature.parameters.items():
             required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-            if required and bound.get(key) is None and key in self._options:
+            if required and bound.get(key) is None and key in self.options:
                 state = "None" if key in bound else "missing"
                 raise TypeError(f"{self.name}: the argument {key!r} is {state}")
         return bound
@@ -248,7 +287,8 @@ class _Call:
             want = tuple(getattr(stored, name).shape)
             if tuple(d.shape) != want:
                 raise ValueError(f"{owner.name}: the cotangent of {name} has shape {tuple(d.shape)}: expected {want}")
-            if not (arrays.is_real_floating(d.dtype) or arrays.is_complex(d.dtype)):
+            complex_ok = self.compute is not None and arrays.is_complex(self.compute)
+            if not (arrays.is_real_floating(d.dtype) or (complex_ok and arrays.is_complex(d.dtype))):
                 raise TypeError(
                     f"{owner.name}: the cotangent of {name} has dtype {arrays.dtype_name(d.dtype)}: expected floating point"
                 )
@@ -390,8 +430,8 @@ class Mechanism(Function):
         parameters = inspect.signature(self._cost).parameters
         named = {n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
         for name in sizes:
-            if name not in named and name not in self._options:
-                near = difflib.get_close_matches(name, (*named, *self._options), n=1, cutoff=0.5)
+            if name not in named and name not in self.options:
+                near = difflib.get_close_matches(name, (*named, *self.options), n=1, cutoff=0.5)
                 hint = (
                     f"; did you mean {near[0]!r}?"
                     if near
@@ -401,6 +441,12 @@ class Mechanism(Function):
         missing = [n for n in named if parameters[n].default is inspect.Parameter.empty and n not in sizes]
         if missing:
             raise TypeError(f"{self.name}.cost: {', '.join(map(repr, sorted(missing)))} is missing")
+        for name in named & sizes.keys():
+            kind = parameters[name].annotation
+            if kind is bool:
+                arrays.require_flag(name, sizes[name])
+            elif kind is int or (kind == int | None and sizes[name] is not None):
+                sizes[name] = arrays.require_integer(name, sizes[name], minimum=0)
         counted = sizes if len(named) < len(parameters) else {n: x for n, x in sizes.items() if n in named}
         return self._cost(**counted).cost(size, direction, recompute)
 
@@ -409,7 +455,7 @@ class Mechanism(Function):
         found = self._example(rng, **sizes)
         axes = ", ".join(n for n in inspect.signature(self._example).parameters if len(n) == 1)
         for name, x in found.items():
-            if name not in self._options or (name in self._positional and isinstance(x, int)):
+            if name not in self.options or (name in self.positional and isinstance(x, int)):
                 raise TypeError(f"{self.name}.example: {name!r} is neither an axis ({axes}) nor an option of it")
         return found
 
@@ -475,9 +521,17 @@ class Reference:
         return Result(**{n: xp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in fields.items()})
 
 
-def function(forward: Callable[..., Any], backward: Callable[..., Any], **options: Any) -> Function:
-    """A Function (see there)."""
-    return Function(forward, backward, **options)
+def function(
+    forward: Callable[..., Any], backward: Callable[..., Any], *, name: str | None = None, **options: Any
+) -> Function:
+    """A Function (see there); one of this package is entered in ``functions``, under its room's name where it has one."""
+    module = forward.__module__.split(".")
+    own = module[0] == "refattn"
+    name = name or forward.__name__.strip("_")
+    made = Function(forward, backward, name=f"{module[1]}.{name}" if own and module[1] in ROOMS else name, **options)
+    if own:
+        _others[made.name] = made
+    return made
 
 
 def mechanism(*parts: Any, **options: Any) -> Mechanism:

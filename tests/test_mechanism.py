@@ -1,7 +1,11 @@
 """The Function object: binding, dtypes, namespaces, broadcasting adjoints, cotangents; the registry."""
 
+import copy
 import inspect
+import pickle
 import re
+import subprocess
+import sys
 
 import array_api_strict
 import numpy as np
@@ -10,7 +14,7 @@ from ml_dtypes import bfloat16
 
 import refattn as ra
 from refattn.described import described
-from refattn.mechanism import Mechanism, function, mechanism
+from refattn.mechanism import Mechanism, _named, function, mechanism
 from refattn.records import Cost, Mutation, Result
 
 
@@ -260,3 +264,111 @@ def test_a_docstring_says_what_the_mechanism_is():
 def test_a_docstring_without_a_part_is_named_with_it(text, part):
     with pytest.raises(ValueError, match=f"the docstring of refattn.here has no {part}"):
         described("refattn.here", text)
+
+
+# ---------------------------------------------------------------------- pickling, registry
+
+
+@pytest.mark.parametrize("found", [*ra.mechanisms.values(), *ra.functions.values()], ids=lambda x: x.name)
+def test_mechanisms_and_functions_are_pickled_by_name(found):
+    assert pickle.loads(pickle.dumps(found)) is found
+    assert copy.deepcopy({"it": found})["it"] is found
+    assert copy.copy(found) is found
+    assert len(pickle.dumps(found)) < 120
+
+
+def test_a_pickled_mechanism_arrives_in_another_process():
+    code = (
+        "import pickle, sys; m = pickle.loads(sys.stdin.buffer.read()); print(m.name, m.cost(q=2, k=2, d=1).multiplies)"
+    )
+    data = pickle.dumps(ra.scaled_dot_product_attention)
+    run = subprocess.run([sys.executable, "-P", "-c", code], input=data, capture_output=True, check=True)
+    assert run.stdout.decode().split() == ["scaled_dot_product_attention", "8"]
+
+
+def test_what_is_not_registered_is_not_pickled():
+    with pytest.raises(pickle.PicklingError, match="<function double> is not registered"):
+        pickle.dumps(double)
+    with pytest.raises(LookupError, match="no mechanism or function 'squares'"):
+        _named("squares")
+
+
+def test_results_are_pickled_and_copied():
+    result = double.forward(X, W)
+    for other in (pickle.loads(pickle.dumps(result)), copy.deepcopy(result)):
+        assert list(other) == list(result)
+        assert np.array_equal(other.output, result.output)
+
+
+def test_functions_that_are_no_mechanisms_have_names():
+    assert ra.functions["softmax"] is ra.softmax
+    assert ra.functions["positions.rotary"] is ra.positions.rotary
+    assert ra.functions["layers.layer_norm"] is ra.layers.layer_norm
+    assert ra.functions["memory.compress"] is ra.memory.compress
+    assert not set(ra.functions) & set(ra.mechanisms)
+    with pytest.raises(TypeError):
+        ra.functions["mine"] = double
+    assert (double.positional, double.options) == (("x", "weight"), ("x", "weight", "shift", "note"))
+
+
+def test_cotangents_are_real_unless_the_arguments_are_complex():
+    _, pullback = double.vjp(X, W)
+    with pytest.raises(TypeError, match="the cotangent of output has dtype complex128: expected floating point"):
+        pullback(np.ones((2, 3), complex))
+    _, pullback = double.vjp(X.astype(complex), W, compute_dtype="complex128")
+    assert pullback(np.ones((2, 3), complex))["x"].dtype == np.complex128
+
+
+WRONG = [
+    None,
+    True,
+    "no",
+    -1,
+    1.5,
+    np.nan,
+    10**30,
+    [],
+    object(),
+    np.zeros((2, 2)),
+    {1: 2},
+    1j,
+    b"x",
+    np.int32,
+    np.float16,
+    int,
+]
+
+
+@pytest.mark.parametrize("name", ["compute_dtype", "backend", "algorithm"])
+def test_malformed_common_options_are_named(name):
+    for value in WRONG[1:]:
+        if name == "compute_dtype" and value is np.float16:
+            continue
+        with pytest.raises((TypeError, ValueError), match=name):
+            ra.softmax(X, **{name: value}) if name != "algorithm" else ra.scaled_dot_product_attention(
+                X, X, X, algorithm=value
+            )
+
+
+SIZES = {"window": (2, 2), "count": 3, "landmarks": 4, "m": 8, "n": 2, "k": 20, "q": 16, "t": 16}
+
+
+@pytest.mark.parametrize("name", ra.mechanisms)
+def test_malformed_sizes_are_named(name):
+    """Every parameter of every cost takes each wrong value, or says its own name."""
+    m = ra.mechanisms[name]
+    parameters = {n: p for n, p in inspect.signature(m._cost).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    sizes = {n: SIZES.get(n, 8) for n, p in parameters.items() if p.default is p.empty}
+    if "t" in parameters:
+        sizes["t"] = 16
+    if "count" in parameters:
+        sizes["count"] = 3
+    m.cost(**sizes)
+    unnamed = []
+    for parameter in parameters:
+        for value in WRONG:
+            try:
+                m.cost(**{**sizes, parameter: value})
+            except (TypeError, ValueError) as error:
+                unnamed += [] if parameter in str(error) else [(parameter, value, error)]
+    assert unnamed == []

@@ -495,8 +495,9 @@ def cost(
     e = d if e is None else e
     require_sizes(b=b, h=h, q=q, k=k, d=d, e=e, n=n)
     ramp = require_number("ramp", ramp, above=0)
-    spans = [require_number("span", x, minimum=0) for x in (span if np.ndim(span) else [span] * max(1, h))]
-    if np.ndim(span) and len(spans) != h:
+    many = isinstance(span, (list, tuple)) or (is_array(span) and span.ndim > 0)
+    spans = [require_number("span", x, minimum=0) for x in (span if many else [span] * max(1, h))]
+    if many and len(spans) != h:
         raise ValueError(f"span has {len(spans)} entries: expected a number, or one for each of the {h} heads")
     limit = k - q if max_span is None else require_integer("max_span", max_span, minimum=1)
     reaches = [min(limit, math.ceil(x) + math.ceil(ramp)) for x in spans]

@@ -672,6 +672,8 @@ def cost(
     e = d if e is None else e
     require_sizes(b=b, h=h, t=t, d=d, e=e, hashes=hashes, before=before, after=after)
     require_integer("chunk", chunk, minimum=1)
+    require_one_of("wrap", wrap, ("none", "global"))
+    require_one_of("short", short, ("hash", "full"))
     factors = bucket_factors(n_buckets, t, chunk)
     if short == "full" and t <= chunk:
         hashes, chunk, before, after, hashing = 1, max(t, 1), 0, 0, False

@@ -331,6 +331,10 @@ def cost(
     Each block of a queries and c keys takes one product with a + c - 1 table rows, d multiply-adds an entry; backward three
     (scores again, dq, dr).  Visible pairs count d more forward and 3 d more backward.
     """
+    if same_length is not True and same_length is not False:
+        same_length = require_integer("same_length", same_length, minimum=1)
+    if same_length is True and k <= q:
+        raise ValueError(f"same_length=True shows every query k - q keys: k is {k} and q {q}")
     shared = {**_visibility(q, k, causal, same_length), **shared}
     base = costs.softmax_counts(b=b, h=h, q=q, k=k, d=d, e=e, **shared)
     pairs = base.forward.multiplies // max(1, d + (d if e is None else e))

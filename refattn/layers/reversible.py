@@ -29,7 +29,7 @@ class _Bound:
 
     def __init__(self, function: Any, arguments: dict[str, Any], reuse: Mapping[str, Sequence[str]]) -> None:
         self.function, self.arguments = function, arguments
-        self.first = function._positional[0]
+        self.first = function.positional[0]
         self.replaces = dict(reuse)
         self.reuse = tuple(reuse)
         if self.first in arguments:
@@ -123,8 +123,8 @@ def bind(function: Any, *, reuse: Mapping[str, Sequence[str]] | None = None, **a
     (array([[6.]]), array([[3.]]))
     """
     if reuse is None:
-        made_by = [n for n in ("rotations", "rng") if n in function._options]
-        reuse = {"buckets": made_by} if "buckets" in function._options else {}
+        made_by = [n for n in ("rotations", "rng") if n in function.options]
+        reuse = {"buckets": made_by} if "buckets" in function.options else {}
     return _Bound(function, arguments, reuse)
 
 

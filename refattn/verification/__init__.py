@@ -95,9 +95,9 @@ def verify(
     found = _mechanism(mechanism)
     chosen = _dtypes(dtypes)
     fixed = {n: tuple(x) if isinstance(x, list) else x for n, x in (options or {}).items()}
-    unknown = [n for n in fixed if n not in found._options]
+    unknown = [n for n in fixed if n not in found.options]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], found._options, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(unknown[0], found.options, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UsageError(f"options: {found.name} has no option {unknown[0]!r}{hint}")
     with open_candidate(

@@ -80,7 +80,7 @@ def discover(candidate: Candidate, mechanism: Mechanism) -> tuple[Conventions, d
     UsageError
         If the mechanism is not of that kind.
     """
-    if tuple(mechanism._positional) != ("q", "k", "v") or "lse" not in mechanism.outputs:
+    if tuple(mechanism.positional) != ("q", "k", "v") or "lse" not in mechanism.outputs:
         raise UsageError(f"conventions are discovered for softmax mechanisms of q, k, v; {mechanism.name} is none")
     rng = np.random.default_rng(0)
     found = dataclasses.replace(candidate.conventions, preset=None)

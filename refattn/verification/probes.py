@@ -209,14 +209,14 @@ class _Maker:
         self.mechanism, self.seed, self.fixed = mechanism, seed, fixed
         self.accepts = accepts or (lambda names: True)
         self.gqa, self.value_size = gqa, value_size
-        self.positional = mechanism._positional
+        self.positional = mechanism.positional
         self.letters = tuple(inspect.signature(mechanism._example).parameters)[1:]
         self.softmax = {"q", "k", "v"} <= set(self.positional) and "lse" in mechanism.outputs and self.has("mask")
         self.square = "t" in self.letters and "q" not in self.letters
         self.made: list[Probe] = []
 
     def has(self, *names: str) -> bool:
-        return all(n in self.mechanism._options for n in names)
+        return all(n in self.mechanism.options for n in names)
 
     def rng(self, name: str) -> np.random.Generator:
         return np.random.default_rng([self.seed, zlib.crc32(name.encode())])

@@ -37,12 +37,12 @@ def check_properties(
     list of dict
         ``name``, ``ok`` and ``says``: what the relation is, and by how much it fails.
     """
-    if "lse" not in mechanism.outputs or mechanism._positional != ("q", "k", "v"):
+    if "lse" not in mechanism.outputs or mechanism.positional != ("q", "k", "v"):
         return []
     found = []
     for name, says, calls, equal in _relations(np.random.default_rng(7), dtype):
         options = {n for _, more in calls for n in more} - set(CONVENTION_OPTIONS)
-        if not options <= set(mechanism._options) or not accepts(tuple(sorted(options))):
+        if not options <= set(mechanism.options) or not accepts(tuple(sorted(options))):
             continue
         asked = [
             Call(f"{name}/{i}", mechanism.name, dict(arrays), dict(more)) for i, (arrays, more) in enumerate(calls)

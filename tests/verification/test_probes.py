@@ -68,7 +68,7 @@ def _visible(mutation, arguments, truth):
 def test_the_family_is_complete(made):
     """No probe of dense attention is dropped because the reference refuses it."""
     assert len(made) == 81
-    assert {option for probe in made.values() for option in probe.arguments} == set(DENSE._options) - {
+    assert {option for probe in made.values() for option in probe.arguments} == set(DENSE.options) - {
         "pattern",
         "score_mod",
         "keep_weights",

@@ -16,7 +16,7 @@ _OTHER_PRODUCTS = ("r", "key_positions")
 
 
 def weighs_values(mechanism: Mechanism) -> bool:
-    return "keep_weights" in mechanism._options and {"q", "k", "v"} <= set(mechanism._positional)
+    return "keep_weights" in mechanism.options and {"q", "k", "v"} <= set(mechanism.positional)
 
 
 def output_bounds(question: Question, exact: dict[str, Any], result: Any) -> tuple[np.ndarray, np.ndarray] | None:

@@ -37,7 +37,7 @@ def orders(question: Question, exact: dict[str, Any], values: dict[str, np.ndarr
 def _a_bit_away(question: Question, cast: dict[str, Any]) -> dict[str, Any]:
     """Every other entry of the positional arrays moved to the next number above it."""
     rng = np.random.default_rng(0)
-    moved = {n: cast[n] for n in question.mechanism._positional if floating(cast.get(n))}
+    moved = {n: cast[n] for n in question.mechanism.positional if floating(cast.get(n))}
     with np.errstate(over="ignore"):
         return cast | {
             n: np.where(rng.random(x.shape) < 0.5, np.nextafter(x, x.dtype.type(np.inf)), x) for n, x in moved.items()
@@ -90,7 +90,7 @@ def _is_legal(question: Question, exact: dict[str, Any], values: dict[str, np.nd
     Tried once per mechanism and set of arguments.
     """
     mechanism = question.mechanism
-    if not {"q", "k", "v"} <= set(mechanism._positional) or not {"scale", "keep_weights"} <= set(mechanism._options):
+    if not {"q", "k", "v"} <= set(mechanism.positional) or not {"scale", "keep_weights"} <= set(mechanism.options):
         return False
     key = (mechanism.name, frozenset(exact), alone)
     if key not in _legal:

@@ -168,7 +168,7 @@ def open_candidate(
     UsageError
         The target does not load, or framework, layout, conventions or preset are unknown.
     """
-    positional = tuple(mechanism._positional)
+    positional = tuple(mechanism.positional)
     request: dict[str, Any] = {
         "mechanism": mechanism.name,
         "positional": list(positional),
