@@ -169,10 +169,9 @@ def test_options_that_a_mechanism_lists():
         return {"x": rng.standard_normal(n), "power": power + 1}
 
     mine = Mechanism(
-        forward, lambda saved, **d: {}, lambda x, **o: forward(x, **o)[0], lambda **s: Cost(), example, (),
-        name="mine", equation="", paper="", axes={}, differentiable=("x",),
+        forward, lambda saved, **d: {}, lambda **s: Cost(), example, definition=lambda x, **o: forward(x, **o)[0], mutations=(),
+        name="mine", equation="", paper="", axes={}, differentiable=("x",), probes=({"n": 7, "power": 2, "says": "cubes"},),
     )  # fmt: skip
-    mine.probe_options = ({"n": 7, "power": 2, "says": "cubes"},)
     found = {p.name: p for p in probes(mine)}
     assert found["listed_0"].arguments["x"].shape == (7,)
     assert found["listed_0"].arguments["power"] == 3
