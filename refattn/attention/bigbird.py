@@ -35,7 +35,7 @@ from refattn.core.problem import prepare
 from refattn.core.selections import Index, Lattice, Span
 from refattn.definitions.key_sets import other_keys, with_keys
 from refattn.mechanism import mechanism
-from refattn.mistakes.scaled_dot_product import mutations_for
+from refattn.mistakes.dense_old import mutations_for
 from refattn.patterns import Pattern
 from refattn.patterns import blocks as block_pattern
 from refattn.records import Block, Counts, Mutation, Result

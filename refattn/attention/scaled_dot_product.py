@@ -28,7 +28,6 @@ from refattn import cost as costs
 from refattn.core import options
 from refattn.core.problem import prepare
 from refattn.mechanism import mechanism
-from refattn.mistakes.scaled_dot_product import dense_mutations
 from refattn.records import Counts, Result
 
 __all__ = ["scaled_dot_product_attention"]
@@ -109,7 +108,6 @@ scaled_dot_product_attention = mechanism(
     backward,
     cost,
     example,
-    mutations=dense_mutations,
     name="scaled_dot_product_attention",
     differentiable=("q", "k", "v", *options.DIFFERENTIABLE),
     outputs=("output", "lse"),

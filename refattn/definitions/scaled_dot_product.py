@@ -16,7 +16,7 @@ import numpy as np
 
 from refattn.definitions.steps import Definition, contract, einsum, step, sum_to_shape
 
-__all__ = ["ScaledDotProduct", "definition", "divide", "per_batch"]
+__all__ = ["ScaledDotProduct", "definition", "divide", "finite", "per_batch"]
 
 
 class ScaledDotProduct(Definition):
@@ -149,8 +149,18 @@ class ScaledDotProduct(Definition):
         return self.ahead <= 0 if self.causal else True
 
     @step
+    def window_left(self):
+        """How many keys behind its place a query sees; None = all."""
+        return None if self.window is None else self.window[0]
+
+    @step
+    def window_right(self):
+        """How many keys ahead."""
+        return None if self.window is None else self.window[1]
+
+    @step
     def visible_by_window(self):
-        return True if self.window is None else self.within(*self.window)
+        return True if self.window is None else self.within(self.window_left, self.window_right)
 
     @step
     def visible_by_segments(self):
@@ -286,11 +296,15 @@ class ScaledDotProduct(Definition):
         return np.reshape(self.sinks, (self.heads, 1, -1))
 
     @step
-    def maximum(self):
-        """Largest logit of a row, sinks included; 0 where there is none."""
+    def largest(self):
+        """Largest logit of a row, sinks included; -inf where there is none."""
         top = self.masked_logits.real.max(-1, keepdims=True, initial=-np.inf)
-        top = np.maximum(top, self.sink_logits.real.max(-1, keepdims=True, initial=-np.inf))
-        return np.where(np.isneginf(top), 0.0, top)
+        return np.maximum(top, self.sink_logits.real.max(-1, keepdims=True, initial=-np.inf))
+
+    @step
+    def maximum(self):
+        """What is subtracted before exp: the largest logit, 0 in a row without any."""
+        return np.where(np.isneginf(self.largest), 0.0, self.largest)
 
     @step
     def exponential(self):
@@ -362,15 +376,18 @@ class ScaledDotProduct(Definition):
         return self.cotangent("lse")
 
     @step
+    def saved_lse(self):
+        """The lse, sinks included, that the backward has."""
+        if self.lse_includes_sinks:
+            return self.lse
+        return np.logaddexp(self.lse, np.logaddexp.reduce(self.sink_logits[:, 0], axis=-1, initial=-np.inf)[:, None])
+
+    @step
     def rebuilt_weights(self):
         """The weights as the backward has them; exp(logits - lse) where an lse is handed over."""
         if not self.is_handed("lse"):
             return self.weights
-        lse = self.lse
-        if not self.lse_includes_sinks:
-            lse = np.logaddexp(lse, np.logaddexp.reduce(self.sink_logits[:, 0], axis=-1, initial=-np.inf)[:, None])
-        shift = np.where(np.isneginf(lse), 0.0, lse)[..., None]
-        return np.where(self.seen & self.real_rows, self.exponential(self.logits - shift), 0.0)
+        return np.where(self.real_rows, self.exponential(self.masked_logits - finite(self.saved_lse)), 0.0)
 
     @step
     def touched(self):
@@ -401,7 +418,11 @@ class ScaledDotProduct(Definition):
         """d lse / d logits"""
         if self.lse_includes_sinks:
             return self.rebuilt_weights
-        return np.where(self.real_rows, divide(self.exponentials, self.key_sum), 0.0)
+        if self.is_handed("lse"):
+            share = self.exponential(self.masked_logits - finite(self.lse))
+        else:
+            share = divide(self.exponentials, self.key_sum)
+        return np.where(self.real_rows, share, 0.0)
 
     @step
     def d_softmax(self):
@@ -489,10 +510,15 @@ class ScaledDotProduct(Definition):
         return np.where(self.touched, self.d_scaled * self.products, 0.0).sum()
 
     @step
-    def d_softcap(self):
-        """Sum of dS (tanh(x) - x (1 - tanh(x)^2)), x = input / cap"""
+    def slope_by_cap(self):
+        """d capped / d cap = tanh(x) - x (1 - tanh(x)^2), x = input / cap"""
         x = self.capped_input / self.cap
-        return np.where(self.touched, self.d_logits * (np.tanh(x) - x * self.cap_slope), 0.0).sum()
+        return np.tanh(x) - x * (1 - np.tanh(x) ** 2)
+
+    @step
+    def d_softcap(self):
+        """Sum of dS d capped / d cap"""
+        return np.where(self.touched, self.d_logits * self.slope_by_cap, 0.0).sum()
 
     @step
     def d_alibi_slopes(self):
@@ -502,7 +528,11 @@ class ScaledDotProduct(Definition):
     @step
     def sink_weights(self):
         """exp(sink - lse), (..., h, q, n)"""
-        return np.where(self.real_rows, divide(self.sink_exponentials, self.row_sum), 0.0)
+        if self.is_handed("lse"):
+            weights = self.exponential(self.sink_logits - finite(self.saved_lse))
+        else:
+            weights = divide(self.sink_exponentials, self.row_sum)
+        return np.where(self.real_rows, weights, 0.0)
 
     @step
     def d_sink_logits(self):
@@ -527,6 +557,11 @@ def per_batch(value: Any, lead: tuple[int, ...]) -> np.ndarray:
 def divide(exponentials: np.ndarray, row_sum: np.ndarray) -> np.ndarray:
     """exponentials / row_sum, and 0 in rows without any mass."""
     return np.where(row_sum == 0, 0.0, exponentials / np.where(row_sum == 0, 1.0, row_sum))
+
+
+def finite(lse: np.ndarray) -> np.ndarray:
+    """(..., h, q, 1), 0 in rows without any key: what is subtracted from logits that are all -inf there."""
+    return np.where(np.isneginf(lse.real), 0.0, lse)[..., None]
 
 
 definition = ScaledDotProduct

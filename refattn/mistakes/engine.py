@@ -169,6 +169,8 @@ class Case:
         storage: Any = None,
     ) -> None:
         self.right = definition(arguments, {} if cotangents is None else cotangents, storage=storage)
+        self._empty = any(isinstance(x, np.ndarray) and not x.size for x in self.right.arguments.values())
+        self._rebuilt: Definition | None = None
         self._calls: dict[str, Any] = {}  # side -> call, and the edit that they belong to
 
     def results(self, mistake: Mistake, side: str = "both", *, rows: Any = None) -> dict[str, Any] | None:
@@ -176,7 +178,7 @@ class Case:
 
         ``rows``, a bool array against the rows of the output (..., h, q): the mistake is made in these alone.
         """
-        if side == "backward":
+        if side == "backward" or self._empty:
             return None
         right, wrong = self.right.result(), self._call(mistake.edit, "both").result()
         if rows is not None:
@@ -190,12 +192,25 @@ class Case:
         On the side *forward* they are those of the right backward that was handed the wrong ``output`` and ``lse``.  With
         ``rows`` the wrong backward gets the cotangents of these, the right one those of all others, and both are added.
         """
+        if self._empty:
+            return None
         names = [n for n in self.right.gradients if n in self.right.arguments]
         if mistake.arrays is not None:
             names = [n for n in names if n in mistake.arrays]
         call = self._call(mistake.edit, side)
         wrong = call.gradient(names) if rows is None else self._in_rows(call, names, rows)
-        return wrong if differs(self.right.gradient(names), wrong) else None
+        return wrong if differs(self._expected(side).gradient(names), wrong) else None
+
+    def _expected(self, side: str) -> Definition:
+        """The right gradients; rebuilt from output and lse where a mistake's are, since that rounds at large logits."""
+        if side == "both":
+            return self.right
+        if self._rebuilt is None:
+            right = self.right
+            self._rebuilt = type(right)(
+                right.arguments, right.cotangents, right=right, handed=right.left_for_backward(), storage=right.storage
+            )
+        return self._rebuilt
 
     def _in_rows(self, call: Definition, names: list[str], rows: Any) -> dict[str, Any]:
         at = np.broadcast_to(rows, np.shape(self.right.result()["output"])[:-1])

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from refattn.definitions.key_sets import near_keys, other_keys, with_keys
-from refattn.mistakes.scaled_dot_product import mutations_for
+from refattn.mistakes.dense_old import mutations_for
 from refattn.records import Mutation
 
 __all__ = ["local_mutations"]

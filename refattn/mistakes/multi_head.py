@@ -14,7 +14,7 @@ from refattn.arrays import sum_to_shape
 from refattn.contraction import einsum
 from refattn.definitions.dense_steps import Steps
 from refattn.definitions.multi_head import with_extra_keys
-from refattn.mistakes.scaled_dot_product import dense_mutations
+from refattn.mistakes.dense_old import dense_mutations
 from refattn.records import Mutation, Result
 
 __all__ = ["Layer", "multi_head_mutations"]

@@ -8,7 +8,7 @@ import numpy as np
 from refattn import patterns
 from refattn.definitions.dense_steps import Steps
 from refattn.definitions.key_sets import other_keys, sparse_keys
-from refattn.mistakes.scaled_dot_product import mutations_for
+from refattn.mistakes.dense_old import mutations_for
 from refattn.records import Mutation, Result
 
 __all__ = ["sparse_mutations"]

@@ -13,7 +13,7 @@ import numpy as np
 
 from refattn.arrays import sum_to_shape
 from refattn.definitions.dense_steps import Steps, product, transpose
-from refattn.mistakes.scaled_dot_product import dense_mutations
+from refattn.mistakes.dense_old import dense_mutations
 from refattn.records import Mutation, Result
 
 __all__ = ["Talking", "talking_heads_mutations"]

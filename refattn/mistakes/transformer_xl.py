@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from refattn.mistakes.scaled_dot_product import mutations_for
+from refattn.mistakes.dense_old import mutations_for
 from refattn.records import Mutation, Result
 
 __all__ = ["Relative", "differ", "transformer_xl_mutations"]
