@@ -169,7 +169,6 @@ class Case:
         storage: Any = None,
     ) -> None:
         self.right = definition(arguments, {} if cotangents is None else cotangents, storage=storage)
-        self._empty = any(isinstance(x, np.ndarray) and not x.size for x in self.right.arguments.values())
         self._rebuilt: Definition | None = None
         self._calls: dict[str, Any] = {}  # side -> call, and the edit that they belong to
 
@@ -178,9 +177,10 @@ class Case:
 
         ``rows``, a bool array against the rows of the output (..., h, q): the mistake is made in these alone.
         """
-        if side == "backward" or self._empty:
+        right = self.right.result()
+        if side == "backward" or not np.size(right["output"]):
             return None
-        right, wrong = self.right.result(), self._call(mistake.edit, "both").result()
+        wrong = self._call(mistake.edit, "both").result()
         if rows is not None:
             at = np.broadcast_to(rows, np.shape(right["output"])[:-1])
             wrong = {n: _where_rows(at, x, right[n]) for n, x in wrong.items()}
@@ -192,7 +192,7 @@ class Case:
         On the side *forward* they are those of the right backward that was handed the wrong ``output`` and ``lse``.  With
         ``rows`` the wrong backward gets the cotangents of these, the right one those of all others, and both are added.
         """
-        if self._empty:
+        if not np.size(self.right.result()["output"]):
             return None
         names = [n for n in self.right.gradients if n in self.right.arguments]
         if mistake.arrays is not None:

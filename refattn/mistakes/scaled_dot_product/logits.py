@@ -100,7 +100,7 @@ class scale_of_length(ScaledDotProduct):
 
     @step
     def default_scale(self):
-        return getattr(self, self.array).shape[-2] ** -0.5
+        return max(1, getattr(self, self.array).shape[-2]) ** -0.5
 
 
 @catalogue.mistake(why="Channels are padded before the scale is taken from their number.")

@@ -633,7 +633,8 @@ class drop_mask_mismatch(ScaledDotProduct):
         right = super().dropout
         if right.ndim < -self.axis:
             return right
-        return np.broadcast_to(np.take(right, [0], axis=self.axis), right.shape)
+        first = np.arange(min(1, right.shape[self.axis]))
+        return np.broadcast_to(np.take(right, first, axis=self.axis), right.shape)
 
 
 @catalogue.mistake(name="drop_mask_mismatch", why="True means keep in one library, drop in the other.")
