@@ -17,17 +17,17 @@ import numpy as np
 from refattn.arrays import dtype_name, is_array, is_complex, is_real_floating, to_numpy
 from refattn.precision.formats import format_of, round_to
 
-__all__ = ["Counts", "Instrumented", "InstrumentedArray", "counting", "rounding"]
+__all__ = ["MOVES", "Counts", "Instrumented", "InstrumentedArray", "counting", "rounding"]
 
 Array = Any
 
 # Results that share memory with an argument, or copy it without changing a value.
 # fmt: off
-_VIEWS = {
+VIEWS = {
     "broadcast_arrays", "broadcast_to", "expand_dims", "flip", "getitem", "imag", "matrix_transpose",
     "moveaxis", "permute_dims", "real", "reshape", "squeeze", "unstack",
 }
-_MOVES = _VIEWS | {
+MOVES = VIEWS | {
     "arange", "asarray", "astype", "concat", "copy", "empty", "empty_like", "eye", "full", "full_like",
     "linspace", "meshgrid", "ones", "ones_like", "repeat", "roll", "stack", "take", "take_along_axis", "tile",
     "tril", "triu", "zeros", "zeros_like",
@@ -41,15 +41,17 @@ class InstrumentedArray:
     """An array of an instrumented namespace: the data of the base library, every operation reported to the namespace.
 
     It has what the array API standard gives an array and nothing else: methods and functions of one library fail.
+    ``exact`` says whether its values came in as they are: inputs and constants, moved or not (see `injecting`).
     """
 
-    __slots__ = ("_data", "_xp")
+    __slots__ = ("_data", "_xp", "exact")
     __array_ufunc__ = None  # NumPy arrays on the left leave the operation to us, which refuses the mixture
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, data: Array, xp: "Instrumented") -> None:
+    def __init__(self, data: Array, xp: "Instrumented", exact: bool = False) -> None:
         self._data = data
         self._xp = xp
+        self.exact = exact
 
     def __array_namespace__(self, *, api_version: str | None = None) -> "Instrumented":
         return self._xp
@@ -71,6 +73,7 @@ class InstrumentedArray:
         if not isinstance(value, InstrumentedArray):
             value = self._xp.asarray(value, dtype=self.dtype)
         self._data[self._xp.unwrap(key)] = self._xp.unwrap(value)
+        self.exact = self.exact and value.exact
 
     def __repr__(self) -> str:
         return f"{self._xp.__name__}.{self._data!r}"
@@ -86,7 +89,9 @@ def _method(name: str, function: Callable, *, reflected: bool = False) -> Callab
 
 def _in_place(name: str, function: Callable) -> Callable:
     def method(self: InstrumentedArray, other: Any) -> InstrumentedArray:
-        self._data[...] = self._xp.unwrap(self._xp.apply(name, function, self, other))
+        result = self._xp.apply(name, function, self, other)
+        self._data[...] = self._xp.unwrap(result)
+        self.exact = result.exact
         return self
 
     return method
@@ -146,7 +151,9 @@ class Instrumented:
     def asarray(self, x: Any, /, **options: Any) -> InstrumentedArray:
         """Array of this namespace from one of the base's, a NumPy array, a number or nested lists of numbers."""
         raw = self._base.asarray(x._data if isinstance(x, InstrumentedArray) else x, **options)
-        return self._wrap("asarray", (), raw)
+        wrapped = self._wrap("asarray", (), raw)
+        wrapped.exact = x.exact if isinstance(x, InstrumentedArray) else True
+        return wrapped
 
     def to_numpy(self, x: InstrumentedArray) -> np.ndarray:
         """The data of an array of this namespace, as a NumPy array."""
@@ -236,7 +243,7 @@ class _Rounding(Instrumented):
         return super().apply(name, function, *args, **kwargs)
 
     def finish(self, name: str, args: tuple, raw: Array) -> Array:
-        if name in _VIEWS:
+        if name in VIEWS:
             return raw
         if is_complex(raw.dtype):
             raise TypeError(f"{name}: {self.__name__} holds real arrays, this result is {dtype_name(raw.dtype)}")
@@ -335,7 +342,7 @@ class _Counting(Instrumented):
                 self.counts.multiplies += _size(raw) * args[0].shape[-1]
             elif name == "tensordot":  # rows * n, n * columns and rows * columns elements
                 self.counts.multiplies += math.isqrt(_size(args[0]) * _size(args[1]) * _size(raw))
-            elif name not in _MOVES:
+            elif name not in MOVES:
                 self.counts.elementwise += max(_size(x) for x in (*args, raw) if is_array(x))
             self._track(raw)
         return raw

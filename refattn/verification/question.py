@@ -32,7 +32,7 @@ class Question:
     @property
     def precision(self) -> str:
         """Dtype whose rounding the candidate's arithmetic shows."""
-        return "float32" if self.conventions.compute == "float32" and self.dtype == "float64" else self.dtype
+        return "float32" if self.conventions.compute is not None and self.dtype == "float64" else self.dtype
 
     def arguments(self, conventions: Conventions | None = None, *, exact: bool = True) -> dict[str, Any]:
         """Arguments of the mechanism, floating arrays in float64 unless ``exact`` is False."""

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from refattn import precision
 from refattn.mechanism import Mechanism
 from refattn.verification import conventions as conventions_
-from refattn.verification.bounds.softmax import output_bounds, weighs_values
-from refattn.verification.bounds.spread import accumulation, noisy_row_term, orders, spread
+from refattn.verification.bounds.injected import injected_bounds
+from refattn.verification.bounds.softmax import derived_bounds, keeps_weights
 from refattn.verification.conventions import Conventions
 from refattn.verification.question import Question, float64, floating
 
@@ -48,7 +47,7 @@ def truth_of(question: Question) -> Truth:
     follow, mechanism = question.conventions, question.mechanism
     exact, cotangents = question.arguments(), question.cotangents64
     # The weights come with the same call; after dropout they are no softmax, so then they are asked for apart.
-    keep = {"keep_weights": True} if weighs_values(mechanism) and exact.get("dropout_mask") is None else {}
+    keep = {"keep_weights": True} if keeps_weights(mechanism) and exact.get("dropout_mask") is None else {}
     result, pullback = question.vjp(exact, **keep)
     native = dataclasses.replace(question, conventions=Conventions()).read(result, pullback, exact, cotangents)
     for name, x in native.items():
@@ -60,20 +59,19 @@ def truth_of(question: Question) -> Truth:
     if conventions_.gradients_open(result, exact, follow):
         left_open |= {n: np.ones(x.shape, dtype=bool) for n, x in values.items() if n.startswith("d_")}
 
-    runs = [*orders(question, exact, values), noisy_row_term(question, exact, result, pullback)]
-    unit, accumulate = precision.unit_roundoff(question.precision), accumulation(question.precision)
-    bounds, worst = {}, {}
-    kinds = dict.fromkeys(values, "spread")
-    for name, x in values.items():
-        stored = accumulate if name == "lse" else unit
-        bounds[name] = spread(x, [float64(run[name]) for run in runs if name in run], stored, accumulate)
-    derived = output_bounds(question, exact, result)
-    if derived is not None and derived[0].shape == values["output"].shape:
-        # Rows that a convention fills otherwise (the mean of v in empty rows) are no weighted sum: their bound is the spread.
-        filled = (values["output"] != native["output"]) & ~np.isnan(native["output"])
-        bounds["output"], worst["output"] = (np.where(filled, np.fmax(x, bounds["output"]), x) for x in derived)
-        kinds["output"] = "derived"
-    return Truth(question, values, bounds, worst, kinds, left_open)
+    derived = {n: x for n, x in derived_bounds(question, exact, result).items() if n in values}
+    derived = {n: x for n, x in derived.items() if x.rss.shape == values[n].shape}
+    bounds = {n: x.rss for n, x in derived.items()}
+    if left := [n for n in values if n not in derived]:
+        bounds |= injected_bounds(question, exact, values, left)
+    return Truth(
+        question=question,
+        values=values,
+        bounds=bounds,
+        worst={n: x.worst for n, x in derived.items() if x.worst is not None},
+        kinds={n: "derived" if n in derived else "injected" for n in values},
+        open=left_open,
+    )
 
 
 def _nan_is_due(mechanism: Mechanism, exact: Mapping[str, Any]) -> bool:

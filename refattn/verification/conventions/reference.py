@@ -71,7 +71,7 @@ def reference_arguments(
         settled.update(_counted_window(arrays, settled))
     if "alibi_slopes" in settled and conventions.alibi == "signed":
         slopes = np.asarray(settled.pop("alibi_slopes"))
-        signed = _signed_alibi(slopes, _distance(arrays, settled))
+        signed = _signed_alibi(slopes, distance(arrays, settled))
         bias = settled.get("bias")
         settled["bias"] = signed if bias is None else np.asarray(bias).astype(signed.dtype) + signed
     return {**arrays, **settled}
@@ -134,7 +134,7 @@ def reference_gradients(
     slopes = options.get("alibi_slopes")
     if slopes is not None and conventions.alibi == "signed" and "bias" in wanted:
         d_bias = wanted.pop("bias")
-        heads = d_bias * _distance(arguments, arguments)
+        heads = d_bias * distance(arguments, arguments)
         wanted["alibi_slopes"] = heads.sum(axis=tuple(i for i in range(heads.ndim) if i != heads.ndim - 3))
         if options.get("bias") is not None:
             wanted["bias"] = array_tools.sum_to_shape(d_bias, np.shape(options["bias"]))
@@ -209,7 +209,7 @@ def _key_heads(h: int, g: int, arguments: Mapping[str, Any]) -> list[int]:
     return [i // (h // g) for i in range(h)]
 
 
-def _distance(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> np.ndarray:
+def distance(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> np.ndarray:
     """(1, q, k) or (b, 1, q, k): j - i - offset, the signed distance of key j from the aligned diagonal."""
     queries = arrays["x_q"] if "x_q" in arrays else arrays["q"]
     keys = next(x for n in ("x_k", "k", "x_q", "q") if (x := arrays.get(n)) is not None)
@@ -233,7 +233,7 @@ def _counted_window(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> di
     left, right = options["window"]
     if left is None or left > 0:
         return {"window": (None if left is None else left - 1, right)}
-    mask = _distance(arrays, options) > 0
+    mask = distance(arrays, options) > 0
     given = options.get("mask")
     return {"window": (0, right), "mask": mask if given is None else mask & np.asarray(given)}
 

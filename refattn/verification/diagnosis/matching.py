@@ -108,12 +108,12 @@ def _apart(wrong: np.ndarray, right: np.ndarray, bound: np.ndarray) -> np.ndarra
 def _around(wrong: np.ndarray, right: np.ndarray, bound: np.ndarray, unit: float) -> np.ndarray:
     """Bound for a wrong value: that of the right one, its mean over the array, and the same relative error.
 
-    Where the right one is zero throughout (a gradient that is to stop), one unit of the wrong one's mean size.
+    Where the right one is zero throughout (a gradient that is to stop), eight units of the wrong one's mean size.
     """
     size = np.where(np.isfinite(right), np.abs(right), 0.0)
     relative = np.median(bound[size > 0] / size[size > 0]) if (size > 0).any() else 0.0
     level = np.where(np.isfinite(wrong), np.abs(wrong), 0.0)
     typical = np.sqrt(np.mean(np.square(bound))) if bound.size else 0.0
     if not (size > 0).any() and level.size:
-        typical = typical + unit * np.sqrt(np.mean(np.square(level)))
+        typical = typical + 8 * unit * np.sqrt(np.mean(np.square(level)))
     return np.sqrt(np.square(bound) + np.square(typical) + np.square(relative * level))
