@@ -119,7 +119,7 @@ def test_gradients_that_cancel_have_a_floor():
 
 
 def test_mean_rows_of_a_declared_convention_have_a_bound():
-    probe = next(p for p in probes(DENSE) if p.name == "mask_empty_rows")
+    probe = next(p for p in probes(DENSE) if p.name == "mask_empty")
     truth = truth_of(asked(probe, "float32", conventions=Conventions(empty_rows="mean")))
     exact = truth.values["output"]
     assert exact[0, 0, 4].any()
@@ -143,7 +143,7 @@ def test_reference_nan_is_our_error(monkeypatch):
 
 def test_a_nan_that_an_input_explains_is_right():
     """A NaN in a key that some rows see reaches these rows, and must be there in the candidate's output too."""
-    probe = next(p for p in probes(DENSE) if p.name == "causal_fewer_queries")
+    probe = next(p for p in probes(DENSE) if p.name == "causal_on")
     question = asked(probe, "float32", gradients=False)
     question.arrays["k"][0, 0, 20] = np.nan
     truth = truth_of(question)

@@ -8,9 +8,7 @@ import pytest
 from verification.kernels import attention
 
 import refattn as ra
-from refattn import verification
 from refattn.verification import UsageError
-from refattn.verification.probes import probes
 
 MECHANISM = "scaled_dot_product_attention"
 RIGHT, BACKWARD = attention()
@@ -31,16 +29,11 @@ def test_unsupported_is_not_run_never_failed():
     report = ra.verify(simple, MECHANISM)
     assert report.ok, report.table()
     assert report.exit_code == 0
-    skipped = {row.probe: row.message for row in report.rows if row.status == "not run"}
-    assert "softcap" in skipped
-    assert "grouped heads" in skipped["grouped_heads"]
+    refused = {row.says: row.message for row in report.rows if row.status == "not supported"}
+    assert refused == {"grouped_heads": "does not take grouped_heads (grouped heads)"}
     # All other probes were drawn with as many key heads as query heads instead.
-    assert {row.probe for row in report.rows if row.status == "ok"} >= {
-        "mixed",
-        "causal_fewer_queries",
-        "value_channels",
-    }
-    assert any("grouped_heads" in note for note in report.notes)
+    ran = {row.probe for row in report.rows if row.status == "ok"}
+    assert ran >= {"plain", "value_channels", "mixed", "causal_on"}
 
 
 def test_nothing_was_checked():
@@ -53,16 +46,30 @@ def test_nothing_was_checked():
     assert "NOTHING WAS CHECKED" in report.table()
 
 
-def test_an_exception_is_a_mismatch():
+def test_an_exception_on_the_first_call_says_what_is_not_taken():
     def fails(q, k, v, *, softcap=None):
         if softcap is not None:
             raise ValueError("no cap today")
         return RIGHT(q, k, v)
 
     report = ra.verify(fails, MECHANISM)
+    assert report.exit_code == 0
+    (row,) = (row for row in report.rows if row.status == "not supported")
+    assert (row.says, row.message) == ("softcap", "does not take softcap (ValueError: no cap today)")
+    assert ra.verify(fails, MECHANISM, requires=["softcap"]).exit_code == 1
+    assert ra.verify(fails, MECHANISM, requires=["mask"]).exit_code == 0
+
+
+def test_an_exception_after_the_option_was_answered_is_a_mismatch():
+    def fails(q, k, v, *, mask=None):
+        if mask is not None and mask.shape[1] == 1 < mask.shape[2]:
+            raise ValueError("one head only")
+        return RIGHT(q, k, v, mask=mask)
+
+    report = ra.verify(fails, MECHANISM)
     assert report.exit_code == 1
-    assert {row.status for row in report.rows if row.probe.startswith("softcap") and row.message != ""} >= {"error"}
-    assert "no cap today" in report.table()
+    assert {row.probe for row in report.rows if row.status == "error"} >= {"mask_batch", "mask_empty"}
+    assert "one head only" in report.table()
 
 
 def test_gradients_left_out_are_not_wrong():
@@ -144,7 +151,7 @@ def test_files(tmp_path):
     forward, _ = attention(key_head=lambda i, h, g: i % g)
 
     def candidate(q, k, v, *, mask=None):
-        if mask is not None:
+        if mask is not None and mask.shape[0] == 1:
             raise ValueError("<b>&\x01")
         return forward(q, k, v)
 
@@ -233,29 +240,14 @@ def attention(q, k, v, *, scale=None, causal=False):
 """
 
 
-def test_a_crash_and_a_hang_are_verdicts_and_the_rest_still_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(verification, "SECONDS", 1.0)
-    monkeypatch.setattr(
-        verification,
-        "designed_probes",
-        lambda *a, **o: [
-            p
-            for p in probes(*a, **o)
-            if p.name in ("plain", "grouped_heads", "causal_tile", "scale", "mixed", "sliced")
-        ],
-    )
+def test_a_crash_and_a_hang_are_verdicts_and_the_rest_still_runs(tmp_path):
     (tmp_path / "kernel.py").write_text(CRASHES)
-    report = ra.verify(f"{tmp_path / 'kernel.py'}:attention", MECHANISM)
+    report = ra.verify(f"{tmp_path / 'kernel.py'}:attention", MECHANISM, time_limit=1.0)
     assert report.exit_code == 3
     statuses = {row.probe: row.status for row in report.rows}
-    assert statuses == {
-        "plain": "ok",
-        "grouped_heads": "ok",
-        "mixed": "ok",
-        "causal_tile": "timeout",
-        "scale": "crash",
-        "sliced": "ok",
-    }
+    assert statuses["plain"] == statuses["mixed"] == statuses["memory_sliced"] == "ok"
+    assert statuses["causal_on"] == "timeout"
+    assert statuses["scale_given"] == "crash"
     assert "hang" in {e["class"] for e in report.explanations}
     assert "TIMEOUT" in report.table()
 

@@ -23,7 +23,18 @@ call is the two files in one: inputs, cotangents, outputs and gradients together
 from refattn.verification.candidate.adapter import Adapter
 from refattn.verification.candidate.calls import Call, Outcome
 from refattn.verification.candidate.independence import uses_refattn
-from refattn.verification.candidate.opening import Candidate, open_candidate
+from refattn.verification.candidate.opening import Abilities, Candidate, Patience, open_candidate
 from refattn.verification.errors import Unsupported, UsageError
 
-__all__ = ["Adapter", "Call", "Candidate", "Outcome", "Unsupported", "UsageError", "open_candidate", "uses_refattn"]
+__all__ = [
+    "Abilities",
+    "Adapter",
+    "Call",
+    "Candidate",
+    "Outcome",
+    "Patience",
+    "Unsupported",
+    "UsageError",
+    "open_candidate",
+    "uses_refattn",
+]

@@ -15,7 +15,7 @@ import numpy as np
 
 from refattn.verification.candidate import files
 from refattn.verification.candidate.calls import Call, Outcome, read_call, write_outcome
-from refattn.verification.candidate.frameworks import Framework, framework
+from refattn.verification.candidate.frameworks import Framework, Pulled, framework
 from refattn.verification.candidate.independence import libraries_of, root, uses_refattn
 from refattn.verification.candidate.signature import Acceptance, Signature
 from refattn.verification.conventions import (
@@ -190,7 +190,8 @@ class Adapter:
             raise
         except BaseException as error:
             message = f"{type(error).__name__}: {error}"
-            if self.signature is None and isinstance(error, TypeError) and "keyword" in str(error):
+            passes_on = self.signature is None or self.signature.any
+            if passes_on and isinstance(error, TypeError) and "unexpected keyword" in str(error):
                 return Outcome("unsupported", message=message, seconds=clock.seconds)
             memory = any(words.lower() in str(error).lower() for words in _MEMORY_WORDS)
             return Outcome(
@@ -202,17 +203,19 @@ class Adapter:
         q, v = call.arrays.get("q"), call.arrays.get("v")
         if self.conventions.channels == "equal" and q is not None and v is not None and q.shape[-1] != v.shape[-1]:
             raise Unsupported("it wants as many value channels as query channels")
-        given = {**call.arrays, **options}
+        nested = {**call.arrays, **options}
+        given = files.flat(nested)
         original = {n: self.turn_in(n, x) for n, x in given.items() if isinstance(x, np.ndarray)}
         writeable = writeable or self.framework_name != "numpy"  # NumPy alone knows read-only memory
         host = {n: files.clone(x, writeable=writeable) for n, x in original.items()}
-        cotangents = dict(call.cotangents or {})
+        cotangents = {n: self.result_in(n, x) for n, x in (call.cotangents or {}).items()}
         if self.conventions.lse_gradient is False:
             cotangents.pop("lse", None)
-        cotangents = {n: np.array(self.result_in(n, x), order="C") for n, x in cotangents.items()}
+        host_cotangents = {n: files.clone(x, writeable=writeable) for n, x in cotangents.items()}
         x64 = any(x.dtype == np.float64 for x in host.values())
         with self.framework.scope(x64):
-            handed = {n: self.framework.bring(host[n]) if n in host else x for n, x in given.items()}
+            brought = {n: self.framework.bring(host[n]) if n in host else x for n, x in given.items()}
+            handed = files.nested(brought, nested)
 
             def timed(values: dict[str, Any]) -> dict[str, Any]:
                 with clock:
@@ -220,29 +223,37 @@ class Adapter:
 
             # Compiled as a whole, JAX's own function takes a second for what takes ten operation by operation.
             function = self.framework.compiled(timed) if self._library else timed
-            gradients: dict[str, Any] = {}
-            applied: tuple[str, ...] = ()
-            remark = ""
+            pulled = Pulled()
             if not cotangents or not call.wrt:
                 fields = function(handed)
             elif self.backward is not None:
                 fields = function(handed)
-                gradients, applied, remark = self._explicit_backward(handed, cotangents)
+                pulled = self._explicit_backward(handed, host_cotangents)
             else:
                 try:
-                    fields, gradients, applied, remark = self.framework.run(function, handed, call.wrt, cotangents)
+                    fields, pulled = self.framework.run(function, handed, call.wrt, host_cotangents)
                 except NotImplementedError as error:
                     fields = function(handed)
-                    remark = f"backward: {str(error) or 'NotImplementedError'}"
+                    pulled = Pulled(remark=f"backward: {str(error) or 'NotImplementedError'}")
             back = {n: self.result_out(n, self._back(n, x)) for n, x in fields.items()}
-            pulled = {
+            gradients = {
                 n: self.turn_out(n, self._back(f"the gradient of {n}", g))
-                for n, g in gradients.items()
+                for n, g in pulled.gradients.items()
                 if n in call.wrt
             }
-            mutated = tuple(n for n in host if not self.framework.unchanged(handed[n], host[n], original[n]))
+            mutated = tuple(n for n in host if not self.framework.unchanged(brought[n], host[n], original[n]))
+            if self.framework_name == "numpy":
+                mutated += tuple(f"d_{n}" for n, x in cotangents.items() if host_cotangents[n].tobytes() != x.tobytes())
         return Outcome(
-            "ok", back, pulled, remark, mutated=mutated, seconds=clock.seconds, cotangents=applied if pulled else ()
+            "ok",
+            back,
+            gradients,
+            pulled.remark,
+            mutated=mutated,
+            seconds=clock.seconds,
+            cotangents=pulled.applied if gradients or pulled.due or pulled.failed else (),
+            due=pulled.due,
+            backward_failed=pulled.failed,
         )
 
     def admitted(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -307,41 +318,55 @@ class Adapter:
             raise TypeError("it returned None: expected the output, (output, lse) or a dict")
         return {"output": returned}
 
-    def _explicit_backward(
-        self, handed: Mapping[str, Any], cotangents: Mapping[str, np.ndarray]
-    ) -> tuple[dict[str, Any], tuple[str, ...], str]:
-        """Gradients from the candidate's backward: by name, the cotangents it took, a remark."""
+    def _explicit_backward(self, handed: Mapping[str, Any], cotangents: Mapping[str, np.ndarray]) -> Pulled:
+        """Gradients from the candidate's backward; an exception there leaves the forward's results their verdict."""
         assert self.backward is not None
         if self.preset is not None and not self.preset.batched:
-            return {}, (), "backward: not called for a signature without a batch axis"
+            return Pulled(remark="backward: not called for a signature without a batch axis")
         signature = self.backward_signature
         known = None if signature is None or signature.any else set(signature.names)
         arrays, options = self._call_arguments(handed, signature)
         options = {n: x for n, x in options.items() if self.preset is None or n not in LSE_SWITCHES}
         missing = set() if known is None else set(options) - known
         if missing:
-            return {}, (), f"backward: its signature has no {', '.join(sorted(missing))}"
+            return Pulled(remark=f"backward: its signature has no {', '.join(sorted(missing))}")
         brought = {n: self.framework.bring(x) for n, x in cotangents.items()}
         applied = ["output"]
         for name, x in brought.items():  # that of the lse, of a state, of a loss
             if name != "output" and signature is not None and f"d_{name}" in signature.names:
                 options[f"d_{name}"] = x
                 applied.append(name)
+        if "output" not in brought:  # a cotangent of the lse alone: that of the output is zero
+            if applied == ["output"]:
+                return Pulled(remark="backward: it takes no cotangent but that of the output")
+            brought["output"] = self.framework.bring(np.zeros(self._output_shape(handed), dtype=self._dtype(handed)))
         try:
             returned = self.backward(brought["output"], *arrays, **options)
+            gradients = self._named_gradients(returned, [n for n in self.positional if n in handed])
         except NotImplementedError as error:
-            return {}, (), f"backward: {str(error) or 'NotImplementedError'}"
+            return Pulled(remark=f"backward: {str(error) or 'NotImplementedError'}")
+        except (MemoryError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            return Pulled(applied=tuple(applied), failed=f"the backward raised {type(error).__name__}: {error}")
+        return Pulled(gradients, tuple(applied))
+
+    def _named_gradients(self, returned: Any, names: Sequence[str]) -> dict[str, Any]:
         if isinstance(returned, Mapping):
             ours = {theirs: n for n, theirs in self.acceptance.rename.items()}
-            gradients = {ours.get(str(n), str(n)): g for n, g in returned.items() if g is not None}
-        else:
-            if not isinstance(returned, (tuple, list)):
-                returned = (returned,)
-            names = [n for n in self.positional if n in handed]
-            if len(returned) > len(names):
-                raise TypeError(f"backward returned {len(returned)} values for the arrays {', '.join(names)}")
-            gradients = {n: g for n, g in zip(names, returned, strict=False) if g is not None}
-        return gradients, tuple(applied), ""
+            return {ours.get(str(n), str(n)): g for n, g in returned.items() if g is not None}
+        if not isinstance(returned, (tuple, list)):
+            returned = (returned,)
+        if len(returned) > len(names):
+            raise TypeError(f"backward returned {len(returned)} values for the arrays {', '.join(names)}")
+        return {n: g for n, g in zip(names, returned, strict=False) if g is not None}
+
+    def _output_shape(self, handed: Mapping[str, Any]) -> tuple[int, ...]:
+        """Shape of the output in the candidate's own layout, from one more call of the forward."""
+        return tuple(self._fields(dict(handed))["output"].shape)
+
+    def _dtype(self, handed: Mapping[str, Any]) -> np.dtype:
+        return self.framework.back(next(x for n in self.positional if (x := handed.get(n)) is not None)).dtype
 
     def _back(self, what: str, x: Any) -> np.ndarray:
         try:

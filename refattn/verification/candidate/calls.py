@@ -37,9 +37,10 @@ class Call:
 class Outcome:
     """What became of a call.
 
-    ``status`` is "ok", "unsupported", "error" (an exception, or results that are none), "crash", "timeout" or "memory";
-    ``fields`` and ``gradients`` are NumPy arrays by refattn's names and in its layout; ``cotangents`` names those that reached
-    the candidate's backward; ``mutated`` the inputs that it changed.
+        ``status`` is "ok", "unsupported", "error" (an exception, or results that are none), "crash", "timeout" or "memory";
+        ``fields`` and ``gradients`` are NumPy arrays by refattn's names and in its layout; ``cotangents`` names those that reached
+        the candidate's backward; ``mutated`` the inputs that it changed; ``due`` the arrays whose gradient the library itself must give
+    (torch, JAX); ``backward_failed`` the exception of a backward whose forward is right.
     """
 
     status: str
@@ -50,6 +51,8 @@ class Outcome:
     traceback: str = ""
     seconds: float = 0.0
     cotangents: tuple[str, ...] = ()
+    due: tuple[str, ...] = ()
+    backward_failed: str = ""
 
 
 def write_call(call: Call, path: Path) -> None:
@@ -57,7 +60,7 @@ def write_call(call: Call, path: Path) -> None:
     tensors, forms = {}, {}
     plain: dict[str, dict[str, Any]] = {"arrays": {}, "options": {}}
     for group in ("arrays", "options"):
-        for name, x in getattr(call, group).items():
+        for name, x in files.flat(getattr(call, group)).items():
             key = f"{group}.{name}"
             if isinstance(x, np.ndarray):
                 tensors[key], forms[key] = files.compact(x), files.memory_form(x)
@@ -67,10 +70,14 @@ def write_call(call: Call, path: Path) -> None:
                 except TypeError as error:
                     raise Unsupported(f"{name}: {error}") from None
     for name, x in (call.cotangents or {}).items():
-        tensors[f"cotangents.{name}"] = x
-    order = {group: list(getattr(call, group)) for group in ("arrays", "options")}
+        key = f"cotangents.{name}"
+        tensors[key], forms[key] = files.compact(x), files.memory_form(x)
+    parts = {  # how many arrays stand in a tuple, 0 = no tuple
+        group: {n: len(x) if files.holds_arrays(x) else 0 for n, x in getattr(call, group).items()}
+        for group in ("arrays", "options")
+    }
     about = {"id": call.id, "mechanism": call.mechanism, "wrt": list(call.wrt), "forward": call.cotangents is None}
-    files.write_tensors(path, tensors, {"call": json.dumps({**about, "forms": forms, "plain": plain, "order": order})})
+    files.write_tensors(path, tensors, {"call": json.dumps({**about, "forms": forms, "plain": plain, "parts": parts})})
 
 
 def read_call(path: Path) -> Call:
@@ -83,9 +90,13 @@ def read_call(path: Path) -> Call:
             kind, _, own = key.partition(".")
             if kind == name:
                 values[own] = files.in_form(x, about["forms"][key])
-        return {n: values[n] for n in about["order"][name]}
+        return files.nested(values, about["parts"][name])
 
-    cotangents = {key.partition(".")[2]: x for key, x in tensors.items() if key.startswith("cotangents.")}
+    cotangents = {
+        key.partition(".")[2]: files.in_form(x, about["forms"][key])
+        for key, x in tensors.items()
+        if key.startswith("cotangents.")
+    }
     return Call(
         id=about["id"],
         mechanism=about["mechanism"],
@@ -96,7 +107,7 @@ def read_call(path: Path) -> Call:
     )
 
 
-_PLAIN = ("status", "message", "mutated", "traceback", "seconds", "cotangents")
+_PLAIN = ("status", "message", "mutated", "traceback", "seconds", "cotangents", "due", "backward_failed")
 
 
 def write_outcome(outcome: Outcome, path: Path, independent: bool | None) -> dict[str, Any]:

@@ -18,7 +18,19 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["clone", "compact", "from_json", "in_form", "memory_form", "read_tensors", "to_json", "write_tensors"]
+__all__ = [
+    "clone",
+    "compact",
+    "flat",
+    "from_json",
+    "holds_arrays",
+    "in_form",
+    "memory_form",
+    "nested",
+    "read_tensors",
+    "to_json",
+    "write_tensors",
+]
 
 _DTYPES = {
     "BOOL": np.dtype(bool),
@@ -114,6 +126,27 @@ def from_json(value: Any) -> Any:
     if isinstance(value, list):
         return [from_json(x) for x in value]
     return value
+
+
+def holds_arrays(value: Any) -> bool:
+    """Whether a value is a tuple of arrays (the members of clusters)."""
+    return isinstance(value, tuple) and any(isinstance(x, np.ndarray) for x in value)
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with arrays in tuples under names of their own: ``members`` becomes ``members@0``, ``members@1``."""
+    found = {}
+    for name, value in values.items():
+        found.update({f"{name}@{i}": x for i, x in enumerate(value)} if holds_arrays(value) else {name: value})
+    return found
+
+
+def nested(values: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Inverse of :func:`flat`; ``like`` holds the values by name, or how many arrays stand in a tuple (0 = none)."""
+    parts = {n: x if type(x) is int else len(x) if holds_arrays(x) else 0 for n, x in like.items()}
+    if not any(f"{n}@0" in values for n in parts):
+        return {n: values[n] for n in parts}
+    return {n: tuple(values[f"{n}@{i}"] for i in range(parts[n])) if f"{n}@0" in values else values[n] for n in parts}
 
 
 def memory_form(x: np.ndarray) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ bits.  Strides are kept where the library has strides (NumPy, torch, CuPy): noth
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,12 +17,26 @@ import numpy as np
 from refattn import arrays
 from refattn.verification.errors import Unsupported, UsageError
 
-__all__ = ["FRAMEWORKS", "Framework", "framework"]
+__all__ = ["FRAMEWORKS", "Framework", "Pulled", "framework"]
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
-Differentiated = tuple[dict[str, Any], dict[str, Any], tuple[str, ...], str]
-"""Result fields, gradients, names of the cotangents that were applied, a remark."""
+
+@dataclasses.dataclass(frozen=True)
+class Pulled:
+    """What a backward gave: gradients, the cotangents that reached it, the arrays whose gradient is due, a remark.
+
+    ``failed`` is the exception of a backward whose forward went well.
+    """
+
+    gradients: dict[str, Any] = dataclasses.field(default_factory=dict)
+    applied: tuple[str, ...] = ()
+    due: tuple[str, ...] = ()
+    remark: str = ""
+    failed: str = ""
+
+
+Differentiated = tuple[dict[str, Any], Pulled]
 
 
 class Framework:
@@ -69,7 +84,7 @@ class Framework:
         cotangents: Mapping[str, np.ndarray],
     ) -> Differentiated:
         """Call ``function(handed)`` and differentiate it by the library's own means."""
-        return function(handed), {}, (), "no backward was given, and NumPy has none of its own"
+        return function(handed), Pulled(remark="no backward was given, and this library has none of its own")
 
 
 class Torch(Framework):
@@ -112,20 +127,54 @@ class Torch(Framework):
         for t in leaves.values():
             t.requires_grad_(True)
         fields = function(handed)
+        due = tuple(leaves)
+        try:
+            seeds = self._seeds(fields, cotangents)
+            if not seeds:
+                return fields, Pulled(due=due, remark="nothing that was returned has a grad_fn")
+            found = torch.autograd.grad(
+                [y for y, _ in seeds.values()], list(leaves.values()), [d for _, d in seeds.values()], allow_unused=True
+            )
+        except NotImplementedError as error:
+            return fields, Pulled(remark=f"backward: {str(error) or 'NotImplementedError'}")
+        except RuntimeError as error:
+            return fields, self._accumulated(function, handed, leaves, cotangents, str(error))
+        except Exception as error:
+            return fields, Pulled(
+                applied=tuple(cotangents), due=due, failed=f"the backward raised {type(error).__name__}: {error}"
+            )
+        gradients = {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
+        return fields, Pulled(gradients, tuple(seeds), due)
+
+    def _seeds(self, fields: Mapping[str, Any], cotangents: Mapping[str, np.ndarray]) -> dict[str, tuple[Any, Any]]:
+        """(result, cotangent) by name, as far as the result can be differentiated."""
+        import torch
+
         seeds = {}
         for name, d in cotangents.items():
             y = fields.get(name)
             if isinstance(y, torch.Tensor) and y.requires_grad:
                 if tuple(y.shape) != d.shape:
-                    return fields, {}, (), f"{name} has shape {tuple(y.shape)}: expected {d.shape}"
-                seeds[name] = (y, self.bring(np.array(d)).to(y.dtype))
-        if not seeds:
-            return fields, {}, (), "nothing that was returned has a grad_fn: torch cannot differentiate it"
-        found = torch.autograd.grad(
-            [y for y, _ in seeds.values()], list(leaves.values()), [d for _, d in seeds.values()], allow_unused=True
-        )
-        gradients = {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
-        return fields, gradients, tuple(seeds), ""
+                    raise ValueError(f"{name} has shape {tuple(y.shape)}: expected {d.shape}")
+                brought = self.bring(d)
+                seeds[name] = (y, brought if brought.dtype == y.dtype else brought.to(y.dtype))
+        return seeds
+
+    def _accumulated(self, function: Any, handed: Any, leaves: Any, cotangents: Any, first: str) -> Pulled:
+        """By ``backward()`` on leaves of its own, for what ``autograd.grad`` cannot do (reentrant checkpoints)."""
+        import torch
+
+        own = {n: t.detach().requires_grad_(True) for n, t in leaves.items()}
+        try:
+            seeds = self._seeds(function({**handed, **own}), cotangents)
+            torch.autograd.backward([y for y, _ in seeds.values()], [d for _, d in seeds.values()])
+        except Exception as error:
+            says = first if str(error) == first else f"{error} (and by autograd.grad: {first})"
+            return Pulled(
+                applied=tuple(cotangents), due=tuple(own), failed=f"the backward raised {type(error).__name__}: {says}"
+            )
+        gradients = {n: t.grad for n, t in own.items() if t.grad is not None}
+        return Pulled(gradients, tuple(seeds), tuple(own))
 
 
 def _to_device(t: Any, device: str) -> Any:
@@ -187,17 +236,23 @@ class Jax(Framework):
 
         leaves = {n: handed[n] for n in wrt if isinstance(handed.get(n), jax.Array)}
         fields, pull = jax.vjp(lambda given: function({**handed, **given}), leaves)
+        due = tuple(leaves)
         for name, d in cotangents.items():
             y = fields.get(name)
             if y is not None and y.shape != d.shape:
-                return fields, {}, (), f"{name} has shape {y.shape}: expected {d.shape}"
+                return fields, Pulled(due=due, failed=f"{name} has shape {y.shape}: expected {d.shape}")
         applied = tuple(n for n in cotangents if fields.get(n) is not None)
         seeds = {
             n: jnp.asarray(cotangents[n]).astype(y.dtype) if n in applied else _zero_cotangent(y)
             for n, y in fields.items()
         }
-        (gradients,) = pull(seeds)
-        return fields, dict(gradients), applied, ""
+        try:
+            (gradients,) = pull(seeds)
+        except Exception as error:
+            return fields, Pulled(
+                applied=applied, due=due, failed=f"the backward raised {type(error).__name__}: {error}"
+            )
+        return fields, Pulled(dict(gradients), applied, due)
 
 
 def _zero_cotangent(y: Any) -> Any:

@@ -1,5 +1,6 @@
 """Opening a candidate: where it runs, and one way of calling all of them."""
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,61 @@ from refattn.verification.candidate.targets import TARGET_FORMS, load_function
 from refattn.verification.conventions import CONVENTION_OPTIONS, resolve
 from refattn.verification.errors import UsageError
 
-__all__ = ["Candidate", "open_candidate"]
+__all__ = ["Abilities", "Candidate", "Patience", "open_candidate"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Abilities:
+    """What a candidate can be asked beyond the planned calls.
+
+    Attributes
+    ----------
+    resize
+        It takes arrays of other lengths.
+    options
+        It takes options that are handed over (those that :meth:`Candidate.accepts`).
+    values
+        It takes arrays of other values.
+    gradients
+        It gives gradients.
+    """
+
+    resize: bool = True
+    options: bool = True
+    values: bool = True
+    gradients: bool = False
+
+
+class Patience:
+    """How long a candidate that hangs or crashes is put up with.
+
+    After the second call that ran out of time every further one gets ``short`` seconds; after the fifth, or when all hung
+    calls together took ``budget`` seconds, or after ``crashes`` crashes, no call is made any more.
+    """
+
+    def __init__(self, budget: float = 90.0, *, short: float = 3.0, hangs: int = 5, crashes: int = 12) -> None:
+        self.budget, self.short, self.hangs, self.crashes = budget, short, hangs, crashes
+        self.hung = self.crashed = 0
+        self.spent = 0.0
+
+    def seconds(self, limit: float) -> float:
+        """The time that the next call gets; 0 = it is not made."""
+        if self.hung >= self.hangs or self.crashed >= self.crashes or self.spent >= self.budget:
+            return 0.0
+        return min(limit if self.hung < 2 else min(limit, self.short), self.budget - self.spent)
+
+    def note(self, outcome: Outcome, seconds: float) -> None:
+        """Take a call's end into account."""
+        if outcome.status == "timeout":
+            self.hung += 1
+            self.spent += seconds
+        elif outcome.status in ("crash", "memory"):
+            self.crashed += 1
+
+    def words(self) -> str:
+        if self.crashed >= self.crashes:
+            return f"not called: {self.crashed} calls before it crashed"
+        return f"not called: {self.hung} calls before it hung"
 
 
 class Candidate:
@@ -31,11 +86,13 @@ class Candidate:
         What it is called with, and sentences for the report.
     has_backward
         A backward was given, or the framework differentiates.
+    abilities, patience
+        What it can be asked beyond the planned calls; how long hanging is put up with.
     recorded
         The only calls that a recorded call can answer; empty for every other candidate.
     """
 
-    def __init__(self, make: Callable[[], Any], jobs: int = 1) -> None:
+    def __init__(self, make: Callable[[], Any], jobs: int = 1, abilities: Abilities | None = None) -> None:
         self._make = make
         self._places = [make()]
         first = self._places[0]
@@ -49,6 +106,8 @@ class Candidate:
         self.has_backward: bool = about["has_backward"]
         self.explicit_backward: bool = about["explicit_backward"]
         self.notes: tuple[str, ...] = tuple(about["notes"])
+        self.patience = Patience()
+        self.abilities = dataclasses.replace(abilities or Abilities(), gradients=self.has_backward)
         self.recorded: tuple[Call, ...] = (first.call,) if isinstance(first, Recorded) else ()
         acceptance = about["acceptance"]
         for n in ("names", "supports", "built_in"):
@@ -64,6 +123,10 @@ class Candidate:
     def takes(self, name: str) -> bool:
         """Whether its signature names a convention option (``**kwargs`` does not count)."""
         return self._acceptance.takes(name)
+
+    def names(self, name: str) -> bool:
+        """Whether its signature, or what was said by hand, names an option (``**kwargs`` does not count)."""
+        return self._acceptance.mentions(name)
 
     def accepts(self, options: Iterable[str]) -> tuple[bool, str]:
         """Whether these options can be asked for, else the reason."""
@@ -84,7 +147,13 @@ class Candidate:
             nonlocal done
             found = []
             for call in part:
-                found.append(place.run(call))
+                seconds = self.patience.seconds(call.seconds)
+                if seconds > 0:
+                    outcome = place.run(dataclasses.replace(call, seconds=seconds))
+                    self.patience.note(outcome, seconds)
+                else:
+                    outcome = Outcome("unsupported", message=self.patience.words())
+                found.append(outcome)
                 done += 1
                 if progress is not None:
                     progress(done, len(calls))
@@ -189,7 +258,7 @@ def open_candidate(
         return Candidate(lambda: Program(target, request), jobs)
     if target.endswith(".safetensors"):
         known = list(inspect.signature(mechanism).parameters)
-        return Candidate(lambda: Recorded(Path(target), request, known))
+        return Candidate(lambda: Recorded(Path(target), request, known), 1, Abilities(False, False, False))
     if target.endswith(".onnx"):
         request["built_in"] = list(options or {})
     elif ":" not in target:

@@ -114,6 +114,7 @@ class Program:
         try:
             options = adapter.admitted(call.options)
             named = {adapter.acceptance.rename.get(n, n): x for n, x in {**call.arrays, **options}.items()}
+            named = {n.replace("@", "."): x for n, x in files.flat(named).items()}
             rest = {n: files.to_json(x) for n, x in named.items() if not isinstance(x, np.ndarray) and x is not None}
         except (Unsupported, TypeError) as error:
             return Outcome("unsupported", message=str(error))

@@ -48,6 +48,14 @@ class Acceptance:
         """Whether the signature names a convention option."""
         return self.preset is None and self.names is not None and self.rename.get(name, name) in self.names
 
+    def mentions(self, name: str) -> bool:
+        """Whether an option is known to be there: named by the signature or said by hand."""
+        if self.supports is not None:
+            return name in self.supports
+        if self.preset is not None:
+            return False  # one of its parameters may stand for several options
+        return self.names is not None and self.rename.get(name, name) in self.names
+
     def refusal(self, name: str) -> str | None:
         """Why the option cannot be asked for, or None."""
         if name in self.built_in:

@@ -23,7 +23,7 @@ CRASHES = ("crash", "timeout", "memory")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One call: ``status`` is "ok", "mismatch", "error", "crash", "timeout", "memory" or "not run"."""
+    """One call: ``status`` is "ok", "mismatch", "error", "crash", "timeout", "memory", "not run" or "not supported"."""
 
     probe: str
     dtype: str
@@ -36,7 +36,7 @@ class Row:
 
     @property
     def ran(self) -> bool:
-        return self.status != "not run"
+        return self.status not in ("not run", "not supported")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Report:
 
     @property
     def failing(self) -> tuple[Row, ...]:
-        return tuple(row for row in self.rows if row.status not in ("ok", "not run"))
+        return tuple(row for row in self.rows if row.status not in ("ok", "not run", "not supported"))
 
     def __repr__(self) -> str:
         return f"<Report {self.headline()}>"

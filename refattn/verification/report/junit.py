@@ -18,7 +18,7 @@ def write(report: Report, path: str | Path) -> None:
         tests=str(len(report.rows)),
         failures=str(counts["mismatch"]),
         errors=str(counts["error"]),
-        skipped=str(counts["not run"]),
+        skipped=str(counts["not run"] + counts["not supported"]),
         time=f"{sum(r.seconds for r in report.rows):.3f}",
     )
     for row in report.rows:
@@ -30,7 +30,7 @@ def write(report: Report, path: str | Path) -> None:
         case = ET.SubElement(suite, "testcase", named)
         if row.status == "ok":
             continue
-        kind = {"not run": "skipped", "mismatch": "failure"}.get(row.status, "error")
+        kind = {"not run": "skipped", "not supported": "skipped", "mismatch": "failure"}.get(row.status, "error")
         wrong = [f"{j.array}: {j.says}" for j in row.judgements if not j.ok]
         message = _xml_text(row.message or "; ".join(wrong))
         ET.SubElement(case, kind, message=message).text = _xml_text("\n".join([*wrong, row.traceback]))

@@ -35,8 +35,8 @@ def written(report: Report) -> str:
 
     rows = []
     for row in report.rows:
-        word = "not run" if row.status == "not run" else WORDS[row.status]
-        kind = {"ok": "ok", "not run": "dim"}.get(row.status, "bad")
+        word = WORDS.get(row.status, row.status)
+        kind = {"ok": "ok", "not run": "dim", "not supported": "dim"}.get(row.status, "bad")
         judged = [j for j in row.judgements if j.verdict in ("ok", "mismatch")]
         if not judged or row.message:
             rows.append(
