@@ -7,7 +7,8 @@ import refattn as ra
 from refattn.mechanism import Mechanism
 from refattn.records import Cost, Result
 from refattn.verification.conventions import CONVENTION_OPTIONS, Conventions
-from refattn.verification.probes import probes, storage_dtype
+from refattn.verification.probes import Plan, covering_rows, probes, redraw, storage_dtype
+from refattn.verification.probes.covering import combinations
 from refattn.verification.question import Question
 from refattn.verification.truth import truth_of
 from refattn.verification.verdict import THRESHOLDS, counted, passes, ratio, statistics
@@ -66,13 +67,78 @@ def _visible(mutation, arguments, truth):
 
 
 def test_the_family_is_complete(made):
-    """No probe of dense attention is dropped because the reference refuses it."""
-    assert len(made) == 81
+    """Every option that a candidate of another library can take stands in some probe."""
     assert {option for probe in made.values() for option in probe.arguments} == set(DENSE.options) - {
         "pattern",
         "score_mod",
         "keep_weights",
     }
+
+
+@pytest.mark.parametrize("name", sorted(ra.mechanisms))
+def test_every_pair_of_levels_stands_in_a_probe(name):
+    plan = Plan(ra.mechanisms[name])
+    first = plan.build_all(plan.alone())
+    assert first[0].name == "plain"
+    table = plan.table(first + plan.rest(first))
+    assert len(table) > 50
+    assert [pair for pair, probe in table.items() if not probe] == []
+
+
+def test_few_shapes_among_the_covering_rows():
+    """JAX compiles anew for each shape."""
+    plan = Plan(DENSE)
+    shapes = {probe.shapes for probe in plan.pairs()}
+    assert 8 <= len(shapes) <= 12
+
+
+def test_covering_rows_hold_every_possible_pair():
+    levels = {"a": ("0", "1", "2"), "b": ("0", "1"), "c": ("0", "1"), "d": ("0", "1", "2", "3")}
+
+    def possible(row):
+        return not (row.get("a") == "2" and row.get("b") == "1")
+
+    for strength in (2, 3):
+        rows = covering_rows(levels, strength=strength, possible=possible)
+        wanted = combinations(levels, strength, possible)
+        assert all(any(set(chosen) <= row.items() for row in rows) for chosen in wanted)
+        assert all(possible(row) for row in rows)
+        assert len(rows) < len(wanted)
+    some = covering_rows(levels, possible=possible)
+    assert covering_rows(levels, possible=possible, covered=some) == []
+
+
+def test_what_a_candidate_does_not_take_is_left_out():
+    plan = Plan(DENSE, accepts=lambda names: not {"bias", "window"} & set(names), fit=lambda s: {**s, "d": 64, "e": 64})
+    made = plan.build_all(plan.alone())
+    made += plan.rest(made)
+    assert all(not {"bias", "window"} & set(p.options) for p in made)
+    assert {p.arguments["q"].shape[-1] for p in made} == {64}
+    assert all(plan.table(made).values())
+
+
+def test_no_option_that_says_what_an_array_says():
+    """A kernel without ``max_span`` or ``hashes`` is still asked."""
+    for name, option in (("adaptive_span_attention", "max_span"), ("lsh_attention", "hashes")):
+        plan = Plan(ra.mechanisms[name])
+        made = plan.build_all(plan.alone())
+        assert sum(option not in p.arguments for p in made) > len(made) / 2
+    lsh = {p.name: p for p in probes(ra.lsh_attention)}
+    assert "rotations" not in lsh["hashed_buckets"].arguments
+    span = {p.name: p for p in probes(ra.adaptive_span_attention)}
+    assert set(span["spans_alone"].options) == {"span", "ramp"}
+
+
+def test_a_probe_can_be_drawn_again(made):
+    probe = made["causal_segments_mask_mixed"]
+    assert set(probe.features) == {"shape", "causal", "segments", "mask"}
+    again = redraw(DENSE, probe)
+    np.testing.assert_array_equal(again.arguments["q"], probe.arguments["q"])
+    less = redraw(DENSE, probe, drop=("mask", "segments"), sizes={"q": 5}, seed=3)
+    assert set(less.options) == {"causal"}
+    assert less.arguments["q"].shape[-2] == 5
+    assert less.arguments["k"].shape == probe.arguments["k"].shape
+    assert (less.arguments["v"] != probe.arguments["v"]).any()
 
 
 def test_lengths_and_heads_differ_pairwise(made):
@@ -122,33 +188,35 @@ def test_rounding_keeps_what_is_finite_finite(made):
 
 
 def test_memory_forms(made):
-    transposed, _ = made["transposed"].stored("float32")
+    transposed, _ = made["memory_transposed"].stored("float32")
     assert not transposed["q"].flags.c_contiguous
     assert np.swapaxes(transposed["q"], 1, 2).flags.c_contiguous
-    sliced, _ = made["sliced"].stored("float32")
+    sliced, _ = made["memory_sliced"].stored("float32")
     assert sliced["k"].strides[-2] == 2 * sliced["k"].shape[-1] * 4
-    expanded, _ = made["expanded"].stored("float32")
+    expanded, _ = made["memory_expanded"].stored("float32")
     assert expanded["k"].strides[0] == 0
     assert not expanded["k"].flags.writeable
-    clean = made["expanded"].clean().stored("float32")[0]
+    clean = made["memory_expanded"].clean().stored("float32")[0]
     assert clean["k"].flags.c_contiguous
     np.testing.assert_array_equal(clean["k"], expanded["k"])
+    _, cotangents = made["cotangent_memory_transposed"].stored("float32")
+    assert not cotangents["output"].flags.c_contiguous
+    _, cotangents = made["cotangent_memory_expanded"].stored("float32")
+    assert set(cotangents["output"].strides) == {0}
 
 
 def test_poison_stands_where_nobody_looks(made):
-    for name in ("poisoned_keys", "poisoned_values", "poisoned_large", "key_lengths"):
+    for name in ("poisoned_keys", "poisoned_values", "poisoned_large", "lengths_poisoned"):
         probe = made[name]
         dirty, clean = (DENSE.forward(**p.arguments) for p in (probe, probe.clean()))
         assert probe.poison
         np.testing.assert_array_equal(dirty.output, clean.output)
 
 
-def test_fixed_options_and_shapes():
-    for probe in probes(DENSE, options={"causal": True}, gqa=False, value_size=False):
-        assert probe.arguments["causal"] is True
-        q, k, v = (probe.arguments[n] for n in "qkv")
-        assert q.shape[1] == k.shape[1]
-        assert q.shape[-1] == v.shape[-1]
+def test_fixed_options():
+    made = probes(DENSE, options={"causal": True})
+    assert all(probe.arguments["causal"] is True for probe in made)
+    assert len(made) > 100
 
 
 def test_a_probe_does_not_depend_on_the_others():
@@ -169,17 +237,12 @@ def test_options_that_a_mechanism_lists():
         return {"x": rng.standard_normal(n), "power": power + 1}
 
     mine = Mechanism(
-        forward, lambda saved, **d: {}, lambda **s: Cost(), example, definition=lambda x, **o: forward(x, **o)[0], mutations=(),
-        name="mine", equation="", paper="", axes={}, differentiable=("x",), probes=({"n": 7, "power": 2, "says": "cubes"},),
+        forward, lambda saved, **d: {}, lambda **s: Cost(), example,
+        name="mine", equation="", paper="", axes={}, differentiable=("x",), definition=lambda x, **o: forward(x, **o)[0],
+        probes=({"n": 7, "power": 2, "says": "cubes"},),
     )  # fmt: skip
     found = {p.name: p for p in probes(mine)}
     assert found["listed_0"].arguments["x"].shape == (7,)
     assert found["listed_0"].arguments["power"] == 3
     assert found["listed_0"].says == "cubes"
-    assert found["flip"].arguments["flip"] is True
-    assert found["flip"].options == ("power", "flip")
-
-
-@pytest.mark.parametrize("name", sorted(ra.mechanisms))
-def test_every_mechanism_has_probes(name):
-    assert len(probes(ra.mechanisms[name])) >= 3
+    assert found["flip_True"].options == ("flip", "power")

@@ -3,6 +3,7 @@
 A level holds words for the mechanism's ``example``: axis lengths by letter, options by name (True = draw the array).
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -352,6 +353,11 @@ def features_of(mechanism: Mechanism) -> dict[str, Feature]:
     found = {"shape": Feature("shape", _distinct(mechanism, shapes))}
     found |= {n: f for n, f in shared_features(mechanism).items() if n not in own}
     found |= own
+    if mechanism.name not in _OWN:
+        for name, parameter in inspect.signature(mechanism).parameters.items():
+            if isinstance(parameter.default, bool) and name not in ("keep_weights", *found):
+                flipped = {name: not parameter.default}
+                found[name] = _switch(name, str(parameter.default), **{str(not parameter.default): _with(**flipped)})
     listed = {"none": OFF}
     for index, entry in enumerate(getattr(mechanism, "probe_options", ())):
         words = {n: x for n, x in entry.items() if n != "says"}
