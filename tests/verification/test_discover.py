@@ -113,7 +113,7 @@ def test_what_is_plainly_wrong_fits_no_answer():
 
 def test_other_mechanisms_are_refused():
     class Other:
-        name, _positional, outputs = "other", ("q", "k", "v"), ("output",)
+        name, positional, outputs = "other", ("q", "k", "v"), ("output",)
 
     with open_candidate(kernel(), SDPA) as candidate, pytest.raises(UsageError, match="other"):
         discover(candidate, Other())
