@@ -5,6 +5,7 @@ array API standard.  bfloat16 comes from ml_dtypes, which ``numpy.isdtype`` and 
 questions are answered here.
 """
 
+import functools
 import math
 import operator
 from typing import Any
@@ -57,20 +58,23 @@ def namespace(*arrays: Any) -> Any:
     TypeError
         If the arrays belong to two libraries, or none is an array.
     """
-    found = [a for a in arrays if is_array(a)]
-    if not found:
-        raise TypeError(f"no array among the arguments, only {[type(a).__name__ for a in arrays]}")
-    if all(type(a) is np.ndarray or isinstance(a, np.generic) for a in found):
+    if arrays and all(type(a) is np.ndarray for a in arrays):
         return np
-    for a in found:
+    kinds = [type(a).__name__ for a in arrays]
+    arrays = tuple(a for a in arrays if is_array(a))
+    if not arrays:
+        raise TypeError(f"no array among the arguments, only {kinds}")
+    if all(type(a) is np.ndarray or isinstance(a, np.generic) for a in arrays):
+        return np
+    for a in arrays:
         if isinstance(a, (np.ma.MaskedArray, np.matrix)):
             raise TypeError(
                 f"a {type(a).__name__} is no plain array: its products mean something else; pass numpy.asarray(x)"
             )
     try:
-        return array_api_compat.array_namespace(*found)
+        return array_api_compat.array_namespace(*arrays)
     except TypeError:
-        libraries = sorted({type(a).__module__.split(".")[0] for a in found})
+        libraries = sorted({type(a).__module__.split(".")[0] for a in arrays})
         raise TypeError(
             f"arrays of several libraries in one call ({', '.join(libraries)}): bring all of them into one first"
         ) from None
@@ -85,6 +89,14 @@ def dtype_name(dtype: Any) -> str:
     """Short name of a dtype of any library: ``float32``, ``bfloat16``, ``complex128`` ..."""
     if isinstance(dtype, str):
         return dtype
+    try:
+        return _dtype_name(type(dtype), dtype)
+    except TypeError:  # it has no hash
+        return type(dtype).__name__
+
+
+@functools.lru_cache(maxsize=256)
+def _dtype_name(kind: type, dtype: Any) -> str:  # the kind keeps dtypes of different libraries from being compared
     try:
         return np.dtype(dtype).name
     except TypeError:
