@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 SHORT, LONG = 256, 2048
@@ -43,7 +44,7 @@ def cases() -> dict[str, Callable[[], Callable[[], object]]]:
         for length in (SHORT, LONG):
             shape = (1, 8, length, 64)
             name = f"dense {shape} {dtype}"
-            table[f"{name} forward"] = lambda s=shape, t=dtype: lambda x=normal(*s, dtype=t): dense(x, x, x)
+            table[f"{name} forward"] = lambda s=shape, t=dtype: partial(dense, *[normal(*s, dtype=t)] * 3)
             table[f"{name} both"] = lambda s=shape, t=dtype: both(dense, *[normal(*s, dtype=t)] * 3)
     q, few = (1, 8, LONG, 64), (1, 2, LONG, 64)
     table["causal, both"] = lambda: both(dense, *[normal(*q)] * 3, causal=True)
@@ -53,8 +54,8 @@ def cases() -> dict[str, Callable[[], Callable[[], object]]]:
     )
     table["many small, (64, 8, 32, 16), both"] = lambda: both(dense, *[normal(64, 8, 32, 16)] * 3)
     table["smallest, (1, 1, 2, 2), both"] = lambda: both(dense, *[normal(1, 1, 2, 2)] * 3)
-    table["one query, 65536 keys, forward"] = lambda: (
-        lambda x=normal(1, 8, 1, 64), y=normal(1, 8, 1 << 16, 64): dense(x, y, y)
+    table["one query, 65536 keys, forward"] = lambda: partial(
+        dense, normal(1, 8, 1, 64), *[normal(1, 8, 1 << 16, 64)] * 2
     )
     table["local, block 64, both"] = lambda: both(ra.local_attention, *[normal(1, 8, 4096, 64)] * 3, block=64)
     table["talking heads, both"] = lambda: both(
@@ -121,7 +122,7 @@ def main() -> None:
         os.environ.update(REFATTN_THREADS=str(chosen.threads), OPENBLAS_NUM_THREADS=str(chosen.threads))
     flags = ["--cpu"] if chosen.cpu else []
     workers = [start(python, *flags) for python in (sys.executable, chosen.other)]
-    names = [[*worker.stdout.readline().rstrip("\n").split("\t")] for worker in workers][0]
+    names, _ = (worker.stdout.readline().rstrip("\n").split("\t") for worker in workers)
     print(f"{'case':<44}{'this (ms)':>11}{'other (ms)':>12}{'ratio':>8}")
     for name in (n for n in names if chosen.only in n):
         times: list[list[float]] = [[], []]

@@ -106,6 +106,8 @@ def forward_group(problem: AttentionProblem, group: Group, backend: Any, kept: l
         safe = xp.where(empty, xp.ones_like(state.row_sum), state.row_sum)
         part = Partial(state.output / safe[..., None], state.maximum, state.row_sum)
         rows = queries if queries.batched else Span(queries.start - start, queries.stop - start)
+        if problem.blocks is None and queries.extent == group.q:
+            return part
         if problem.blocks is not None and not queries.once:
             part = merged(Partial(rows.take(result.output), *(rows.take_last(x) for x in result[1:])), part)
         return Partial(
