@@ -366,7 +366,7 @@ class _Forward:
         square += units.accumulate**2 * n * (self.stored_weights + o**2)
         square += self.merges[..., None] * (o**2 + self.stored_weights)
         square += narrow * self.stored_weights + units.stored**2 * o**2
-        square += units.accumulate**2 / 4 * largest**2 * (n > 1)
+        square += units.accumulate**2 / 4 * (self.f.max(initial=0.0) * largest) ** 2 * (n > 1)
         if units.operands:
             square += units.tiny**2 * _weigh(self.visible * self.f**2, self.v**2)
         return Bounds(np.where(n > 0, np.hypot(np.sqrt(square), units.tiny), 0.0), self.worst_output)
