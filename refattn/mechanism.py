@@ -31,6 +31,8 @@ _COMMON = ("backend", "compute_dtype", "algorithm")
 ALGORITHMS = ("auto", "whole", "tiled")
 ROOMS = ("layers", "memory", "positions", "routing", "gates", "serving")
 """Rooms whose functions are called by the room's name too."""
+MISTAKEN = ("memory",)
+"""Those of them that have known mistakes."""
 
 _registry: dict[str, "Mechanism"] = {}
 mechanisms: Mapping[str, "Mechanism"] = MappingProxyType(_registry)
@@ -39,6 +41,14 @@ mechanisms: Mapping[str, "Mechanism"] = MappingProxyType(_registry)
 _others: dict[str, "Function"] = {}
 functions: Mapping[str, "Function"] = MappingProxyType(_others)
 """Every differentiable function of the library that is no mechanism, by name: "softmax", "positions.rotary" ...; read-only."""
+
+
+def _table(kind: str, name: str) -> Any:
+    """What refattn/definitions/functions.py has for a function that is no mechanism."""
+    table = getattr(importlib.import_module("refattn.definitions.functions"), kind)
+    if name not in table:
+        raise LookupError(f"{name} has no entry in {kind} of refattn.definitions.functions")
+    return table[name]
 
 
 def _found(name: str) -> "Function | None":
@@ -60,7 +70,7 @@ class Function:
     Parameters
     ----------
     forward, backward : callable
-        The mathematics, see the module docstring.
+        The mathematics, see the module docstring; no backward: what lies outside every gradient, which is zero.
     differentiable : sequence of str
         Arguments that have a gradient: floating arrays, or Python numbers (their gradient is 0-d).
     floating : sequence of str
@@ -83,7 +93,7 @@ class Function:
     def __init__(
         self,
         forward: Callable[..., tuple[Result, Any]],
-        backward: Callable[..., dict[str, Any]],
+        backward: Callable[..., dict[str, Any]] | None,
         *,
         differentiable: Sequence[str],
         floating: Sequence[str] = (),
@@ -164,6 +174,26 @@ class Function:
             return call.pull(saved, stored, cotangents)
 
         return stored, pullback
+
+    # ------------------------------------------------------------------ companions, loaded when they are asked for
+
+    @property
+    def definition(self) -> "Reference":
+        """The same numbers by the slow, independent path."""
+        return Reference(self, _table("definitions", self.name))
+
+    def example(self, rng: np.random.Generator, **sizes: Any) -> dict[str, Any]:
+        """Valid keyword arguments (float64 NumPy arrays) drawn from ``rng``."""
+        return _table("examples", self.name)(rng, **sizes)
+
+    @property
+    def mutations(self) -> tuple[Mutation, ...]:
+        """The known mistakes; empty where there are none."""
+        room = self.name.rpartition(".")[0]
+        if room not in MISTAKEN:
+            return ()
+        known = importlib.import_module(f"refattn.mistakes.{room}").catalogues.get(self.name)
+        return () if known is None else known.mutations()
 
     # ------------------------------------------------------------------ binding
 
@@ -293,7 +323,7 @@ class _Call:
                     f"{owner.name}: the cotangent of {name} has dtype {arrays.dtype_name(d.dtype)}: expected floating point"
                 )
             full[name] = xp.astype(d, self.compute) if d.dtype != self.compute else d
-        gradients = owner._backward(saved, **full)
+        gradients = {} if owner._backward is None else owner._backward(saved, **full)
         finished = {}
         for name in owner.differentiable:
             x = self.given.get(name)
@@ -388,9 +418,15 @@ class Mechanism(Function):
         self.probe_options, self.margin = tuple(probes), margin
         self._cost, self._example = cost, example
         edits = hasattr(mutations, "mutations")
-        self._catalogue, self._mutations = (mutations, None) if edits else (None, mutations)
+        self._catalogue: Any = mutations if edits else None
+        self._mutations: Any = None if edits else mutations
         self._file = forward.__module__.rpartition(".")[2]
-        self.definition = Reference(self, definition)
+        self._definition = Reference(self, definition)
+
+    @property
+    def definition(self) -> "Reference":
+        """The same numbers by the slow, independent path."""
+        return self._definition
 
     @property
     def mutations(self) -> tuple[Mutation, ...]:
@@ -461,19 +497,19 @@ class Mechanism(Function):
 
 
 class Reference:
-    """A mechanism's definition as a function: the same numbers by the slow, independent path, in float64.
+    """The definition of a mechanism or function, as a function: the same numbers by the slow, independent path, in float64.
 
-    Called like the mechanism it returns a Result; ``vjp`` returns the Result and a pullback, as that of the mechanism does,
+    Called like its owner it returns a Result; ``vjp`` returns the Result and a pullback, as that of the mechanism does,
     with gradients of its own.  Arrays come back in the caller's namespace, in float64.
     """
 
-    def __init__(self, owner: Mechanism, steps: Any) -> None:
+    def __init__(self, owner: Function, steps: Any) -> None:
         self._owner, self._steps = owner, steps
 
     @property
     def steps(self) -> Any:
         """The class of its steps: ``definition`` of refattn/definitions/<the mechanism's file>, unless it was given one."""
-        if self._steps is None:
+        if self._steps is None and isinstance(self._owner, Mechanism):
             self._steps = importlib.import_module(f"refattn.definitions.{self._owner._file}").definition
         return self._steps
 
@@ -522,7 +558,7 @@ class Reference:
 
 
 def function(
-    forward: Callable[..., Any], backward: Callable[..., Any], *, name: str | None = None, **options: Any
+    forward: Callable[..., Any], backward: Callable[..., Any] | None, *, name: str | None = None, **options: Any
 ) -> Function:
     """A Function (see there); one of this package is entered in ``functions``, under its room's name where it has one."""
     module = forward.__module__.split(".")

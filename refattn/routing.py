@@ -30,6 +30,7 @@ from refattn.arrays import (
     to_namespace,
 )
 from refattn.attention.blocks.routing_members import nearest_centroid, normalise
+from refattn.contraction import einsum
 from refattn.mechanism import function
 from refattn.records import Result
 
@@ -210,18 +211,13 @@ def _assigned(name: str, x: Any, keep: Any, centroids: Any, xp: Any) -> tuple[An
             own = xp.where(alive[:, None], own, xp.zeros_like(own))
         member = xp.astype(member, own.dtype)
         counts.append(xp.sum(member, axis=-1))
-        sums.append(xp.matmul(member, own))
+        sums.append(einsum("ct,td->cd", member, own))
     return xp.stack(counts), xp.stack(sums)
-
-
-def _stop(saved: Any, **cotangents: Any) -> dict[str, Any]:
-    """Centroids move outside the gradient."""
-    return {}
 
 
 update_centroids = function(
     _update_forward,
-    _stop,
+    None,  # centroids move outside the gradient
     name="update_centroids",
     differentiable=(),
     floating=("centroids", "q", "k"),

@@ -191,7 +191,7 @@ class _Residual:
 
     name = __name__ = "residual"
     differentiable: tuple[str, ...] = ("x",)
-    _positional = _options = ("x", "f")  # so that bind takes it: chain(bind(residual, f=...), bind(layer_norm, ...))
+    positional = options = ("x", "f")  # so that bind takes it: chain(bind(residual, f=...), bind(layer_norm, ...))
 
     def __call__(self, x: Any, f: Any) -> Any:
         return self.forward(x, f).output

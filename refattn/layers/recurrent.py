@@ -11,6 +11,7 @@ Axes: ... batch, q position in the segment, k row of a memory, m model channel, 
 Source: Dai et al. 2019, arXiv:1901.02860, section 3.3; Rae et al. 2019, arXiv:1911.05507, algorithm 1.
 """
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -27,67 +28,6 @@ __all__ = ["compressive_layer", "transformer_xl_layer"]
 
 EPS = 1e-5
 WEIGHTS = ("w_q", "w_k", "w_v", "w_o", "w_r", "u", "w", "norm_weight", "norm_bias")
-
-
-def _transformer_xl_forward(
-    x: Any,
-    memory: Any = None,
-    *,
-    w_q: Any,
-    w_k: Any,
-    w_v: Any,
-    w_o: Any,
-    w_r: Any,
-    u: Any = None,
-    w: Any = None,
-    norm_weight: Any = None,
-    norm_bias: Any = None,
-    norm: str = "post",
-    clamp_length: int | None = None,
-    same_length: bool | int = False,
-    through_memory: bool = False,
-    keep_weights: bool = False,
-    backend: Any,
-    algorithm: str,
-) -> tuple[Result, Any]:
-    """Attention of a segment over [memory, segment] with residual connection and layer norm.
-
-    Parameters
-    ----------
-    x : array (..., q, m)
-    memory : array (..., k, m)
-        Rows of earlier inputs of this layer, oldest first; may be left out.
-    w_q, w_k, w_r : arrays (m, h, d)
-    w_v, w_o : arrays (m, h, e), (h, e, m)
-    u, w : arrays (h, d)
-        Biases towards keys and positions; pass the same arrays to several layers to tie them (and add their gradients).
-    norm_weight, norm_bias : arrays (m,)
-        Left out: 1 and 0.
-    norm : {"post", "pre"}
-        Norm of the sum, or of the attention's input, memory included; eps 1e-5.
-    clamp_length : int, optional
-        Distances beyond count as this one.
-    same_length : bool or int
-        As for ``transformer_xl_attention``.
-    through_memory : bool
-        Let gradients into the memory, in place of zero.
-    keep_weights : bool
-        The Result also holds ``weights`` and ``logits`` (..., h, q, k).
-
-    Returns
-    -------
-    output : array (..., q, m)
-
-    Raises
-    ------
-    ValueError
-        Shapes that disagree, such as a memory of another width.
-    """
-    values = {"w_q": w_q, "w_k": w_k, "w_v": w_v, "w_o": w_o, "w_r": w_r, "u": u, "w": w}
-    return _forward(
-        x, memory, None, values, norm_weight, norm_bias, norm, clamp_length, through_memory,
-        same_length=same_length, keep_weights=keep_weights, backend=backend, algorithm=algorithm,
-    )  # fmt: skip
 
 
 def _compressive_forward(
@@ -120,66 +60,90 @@ def _compressive_forward(
     ----------
     x : array (..., q, m)
     memory, compressed : arrays (..., k, m)
-        Either may be left out.
+        Rows of earlier inputs of this layer, oldest first, and compressed older ones; either may be left out.
+    w_q, w_k, w_r : arrays (m, h, d)
+    w_v, w_o : arrays (m, h, e), (h, e, m)
+    u, w : arrays (h, d)
+        Biases towards keys and positions; pass the same arrays to several layers to tie them (and add their gradients).
+    norm_weight, norm_bias : arrays (m,)
+        Left out: 1 and 0.
+    norm : {"post", "pre"}
+        Norm of the sum, or of the attention's input, memory included; eps 1e-5.
+    clamp_length : int, optional
+        Distances beyond count as this one.
+    same_length : bool or int
+        As for ``transformer_xl_attention``.
+    through_memory : bool
+        Let gradients into the memory, in place of zero.
     compressed_positions, rate
         As for ``compressive_attention``.
-
-    All others as for ``transformer_xl_layer``.
+    keep_weights : bool
+        The Result also holds ``weights`` and ``logits`` (..., h, q, k).
 
     Returns
     -------
     output : array (..., q, m)
+
+    Raises
+    ------
+    ValueError
+        Shapes that disagree, such as a memory of another width.
     """
-    values = {"w_q": w_q, "w_k": w_k, "w_v": w_v, "w_o": w_o, "w_r": w_r, "u": u, "w": w}
-    return _forward(
-        x, memory, compressed, values, norm_weight, norm_bias, norm, clamp_length, through_memory,
-        same_length=same_length, compressed_positions=compressed_positions, rate=rate, keep_weights=keep_weights,
-        backend=backend, algorithm=algorithm,
-    )  # fmt: skip
-
-
-def _forward(
-    x: Any,
-    memory: Any,
-    compressed: Any,
-    values: dict[str, Any],
-    norm_weight: Any,
-    norm_bias: Any,
-    norm: str,
-    clamp_length: int | None,
-    through_memory: bool,
-    **options: Any,
-) -> tuple[Result, Any]:
     require_one_of("norm", norm, ("post", "pre"))
     if clamp_length is not None:
         require_integer("clamp_length", clamp_length, minimum=0)
     for name, a in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
         if a is not None and tuple(a.shape) != tuple(x.shape[-1:]):
             raise ValueError(f"{name} has shape {tuple(a.shape)}: expected {tuple(x.shape[-1:])}, the channels of x")
-    w_r = values["w_r"]
     if w_r.ndim != 3 or w_r.shape[0] != x.shape[-1]:
         raise ValueError(f"w_r has shape {tuple(w_r.shape)}: expected (m, h, d) with m = {x.shape[-1]} like x")
     rows = {"compressed": compressed, "memory": memory, "x": x}
     rows = {n: a for n, a in rows.items() if a is not None}
-    span = 1 if options.get("compressed_positions", "slot") == "slot" else options["rate"] or 1
+    span = 1 if compressed_positions == "slot" else rate or 1
     count = sum(a.shape[-2] * (span if n == "compressed" else 1) for n, a in rows.items())
     distances = np.arange(count - 1, -1, -1)
     distances = distances if clamp_length is None else np.minimum(distances, clamp_length)
     table = to_namespace(sinusoid(distances, x.shape[-1]), namespace(x), dtype=x.dtype, like=x)
-    own = {n: a for n, a in values.items() if n != "w_r"}
-    own["r"] = einsum("pm,mhd->hpd", table, w_r)
+    weights = {"w_q": w_q, "w_k": w_k, "w_v": w_v, "w_o": w_o, "r": einsum("pm,mhd->hpd", table, w_r), "u": u, "w": w}
 
     kept = {}
     if norm == "pre":
         kept = {n: normalization.layer_norm(a, EPS) for n, a in rows.items()}
         rows = {n: _affine(normal, norm_weight, norm_bias) for n, (normal, _) in kept.items()}
-    result, inner = compressive.forward(**rows, **own, through_memory=True, **options)
+    result, inner = compressive.forward(
+        **rows, **weights, through_memory=True, same_length=same_length, compressed_positions=compressed_positions, rate=rate,
+        keep_weights=keep_weights, backend=backend, algorithm=algorithm,
+    )  # fmt: skip
     output = x + result.output
     if norm == "post":
         kept = {"x": normalization.layer_norm(output, EPS)}
         output = _affine(kept["x"][0], norm_weight, norm_bias)
     fields = {n: a for n, a in result.fields.items() if n in ("weights", "logits")}
     return Result(output=output, **fields), (inner, kept, table, norm, norm_weight, through_memory)
+
+
+def _transformer_xl_forward(x: Any, memory: Any = None, **options: Any) -> tuple[Result, Any]:
+    """Attention of a segment over [memory, segment] with residual connection and layer norm.
+
+    Parameters
+    ----------
+    x : array (..., q, m)
+    memory : array (..., k, m)
+        Rows of earlier inputs of this layer, oldest first; may be left out.
+    w_q, w_k, w_v, w_o, w_r, u, w, norm_weight, norm_bias, norm, clamp_length, same_length, through_memory, keep_weights
+        As for ``compressive_layer``.
+
+    Returns
+    -------
+    output : array (..., q, m)
+    """
+    return _compressive_forward(x, memory, None, **options)
+
+
+_shared = inspect.signature(_compressive_forward).parameters
+_transformer_xl_forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [p for n, p in _shared.items() if n not in ("compressed", "compressed_positions", "rate")]
+)
 
 
 def _affine(normal: Any, weight: Any, bias: Any) -> Any:

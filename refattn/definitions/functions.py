@@ -1,0 +1,47 @@
+"""Which definition and which example belong to the functions around attention, by their name in ``refattn.functions``."""
+
+from refattn.definitions import centroids, layers, memory, normalization, positions
+
+__all__ = ["definitions", "examples"]
+
+definitions = {
+    "layers.compressive_layer": layers.CompressiveLayer,
+    "layers.feed_forward": layers.FeedForward,
+    "layers.layer_norm": layers.LayerNorm,
+    "layers.linear": layers.Linear,
+    "layers.lsh_layer": layers.LSHLayer,
+    "layers.transformer_xl_layer": layers.TransformerXLLayer,
+    "logsumexp": normalization.LogSumExp,
+    "memory.attention_reconstruction_loss": memory.ReconstructionLoss,
+    "memory.auto_encoding_loss": memory.AutoEncodingLoss,
+    "memory.compress": memory.Compress,
+    "memory.update_compressed_memory": memory.UpdateCompressedMemory,
+    "memory.update_memory": memory.UpdateMemory,
+    "positions.rel_shift": positions.RelShift,
+    "positions.rotary": positions.Rotary,
+    "routing.update_centroids": centroids.UpdateCentroids,
+    "sinkhorn": layers.Balance,
+    "softmax": normalization.Softmax,
+    "span_penalty": layers.SpanPenalty,
+}
+
+examples = {
+    "layers.compressive_layer": layers.compressive_layer_example,
+    "layers.feed_forward": layers.feed_forward_example,
+    "layers.layer_norm": layers.layer_norm_example,
+    "layers.linear": layers.linear_example,
+    "layers.lsh_layer": layers.lsh_layer_example,
+    "layers.transformer_xl_layer": layers.transformer_xl_layer_example,
+    "logsumexp": normalization.rows_example,
+    "memory.attention_reconstruction_loss": memory.attention_reconstruction_loss_example,
+    "memory.auto_encoding_loss": memory.auto_encoding_loss_example,
+    "memory.compress": memory.compress_example,
+    "memory.update_compressed_memory": memory.update_compressed_memory_example,
+    "memory.update_memory": memory.update_memory_example,
+    "positions.rel_shift": positions.rel_shift_example,
+    "positions.rotary": positions.rotary_example,
+    "routing.update_centroids": centroids.update_centroids_example,
+    "sinkhorn": layers.sinkhorn_example,
+    "softmax": normalization.rows_example,
+    "span_penalty": layers.span_penalty_example,
+}
