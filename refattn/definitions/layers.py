@@ -445,7 +445,7 @@ def feed_forward_example(rng, *, b=2, t=3, m=4, f=6, activation="gelu"):
 
 def transformer_xl_layer_example(rng, *, b=2, q=3, k=4, m=6, h=2, d=3, e=4, **options):
     normal = rng.standard_normal
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "x": (b, q, m),
         "memory": (b, k, m),
         "w_q": (m, h, d),
@@ -464,7 +464,7 @@ def compressive_layer_example(rng, *, b=2, q=3, k=4, n=2, m=6, h=2, d=3, e=4, **
 
 def lsh_layer_example(rng, *, b=2, t=8, m=6, h=2, d=4, e=3, hashes=2, chunk=4, **options):
     normal = rng.standard_normal
-    shapes = {"x": (b, t, m), "w_qk": (m, h, d), "w_v": (m, h, e), "w_o": (h, e, m)}
+    shapes: dict[str, tuple[int, ...]] = {"x": (b, t, m), "w_qk": (m, h, d), "w_v": (m, h, e), "w_o": (h, e, m)}
     shapes |= {"norm_weight": (m,), "norm_bias": (m,), "rotations": (d, hashes, 2)}
     return {**{n: normal(x) for n, x in shapes.items()}, "hashes": hashes, "n_buckets": 4, "chunk": chunk, **options}
 

@@ -178,7 +178,7 @@ class Case:
         ``rows``, a bool array against the rows of the output (..., h, q): the mistake is made in these alone.
         """
         right = self.right.result()
-        if side == "backward" or not np.size(right["output"]):
+        if side == "backward" or not any(map(np.size, right.values())):
             return None
         wrong = self._call(mistake.edit, "both").result()
         if rows is not None:
@@ -192,7 +192,7 @@ class Case:
         On the side *forward* they are those of the right backward that was handed the wrong ``output`` and ``lse``.  With
         ``rows`` the wrong backward gets the cotangents of these, the right one those of all others, and both are added.
         """
-        if not np.size(self.right.result()["output"]):
+        if not any(map(np.size, self.right.result().values())):
             return None
         names = [n for n in self.right.gradients if n in self.right.arguments]
         if mistake.arrays is not None:
