@@ -72,6 +72,8 @@ PROBES = {
     "pattern": call(11, pattern=patterns.dilated(3)),
     "score_mod": call(12, score_mod=tilt, softcap=2.0),
     "wide": call(13, b=1, h=2, g=1, k=129, q=131, d=66, e=129, sinks=normal(2)),
+    "wide_causal": call(13, b=1, h=1, g=1, k=129, q=131, d=2, e=2, causal=True, align=0),
+    "alike": call(25, h=2, g=2, q=9, e=7),
     "same_d_and_e": call(14, e=7),
     "deep": call(15, bias=deep, dtype=np.float32),
     "deeper": call(15, bias=lambda rng: rng.standard_normal((6, 5, 9)) - 6e4, mask=coin(5, 9), dtype=np.float32),
@@ -79,13 +81,22 @@ PROBES = {
     "poisoned_key": spiked(call(16, mask=np.arange(9) != 4), "k", 1, 4),
     "poisoned_value": spiked(call(16, mask=np.arange(9) != 4), "v", 1, 4),
     "half_range": half_range(),
+    "stored_half": call(19, k=35, q=35, sinks=normal(6), dtype=np.float16),
+    "stored_single": call(20, softcap=2.0, dtype=np.float32),
+    "positions": call(21, b=1, h=1, g=1, q=3, k=300, d=2, e=2, causal=True, align=0),
+    "many_positions": call(21, b=1, h=1, g=1, q=2, k=66000, d=1, e=1, causal=True, align=0),
+    "square": call(22, q=9, e=7, query_segments=np.arange(18).reshape(2, 9) // 2, key_segments=np.arange(18).reshape(2, 9) // 4),
+    "no_keys": call(23, q=9, query_lengths=np.array([5, 9]), key_lengths=np.array([0, 9]), sinks=normal(6)),
+    "ragged": call(23, b=3, q=9, query_lengths=np.array([9, 4, 7]), key_lengths=np.array([0, 9, 3])),
+    "block_mask": call(24, q=35, k=40, mask=lambda rng: np.kron(rng.random((9, 10)) < 0.5, np.ones((4, 4), bool))[:35]),
     "everything": call(
         17, mask=coin(2, 1, 5, 9), pattern=patterns.dilated(2) | patterns.window(1, 1, align=2), bias=normal(2, 6, 1, 9),
         causal=True, align=np.array([4, 2]), window=(6, None), scale=0.6, softcap=1.3, softcap_after_bias=True,
         alibi_slopes=SLOPES, sinks=normal(6, 2), lse_includes_sinks=False, head_map="tile", score_mod=tilt, **DROPOUT,
     ),
 }  # fmt: skip
-FINITE = [n for n in PROBES if not n.startswith("poisoned") and n not in ("wide", "half_range")]
+UNFIT = ("wide", "wide_causal", "half_range", "many_positions")  # large, or in half
+FINITE = [n for n in PROBES if not n.startswith(("poisoned", "stored")) and n not in UNFIT]
 
 
 def cotangents_of(arguments, seed=99):

@@ -177,10 +177,9 @@ class Case:
 
         ``rows``, a bool array against the rows of the output (..., h, q): the mistake is made in these alone.
         """
-        right = self.right.result()
-        if side == "backward" or not any(map(np.size, right.values())):
+        if side == "backward" or self._empty():
             return None
-        wrong = self._call(mistake.edit, "both").result()
+        right, wrong = self.right.result(), self._call(mistake.edit, "both").result()
         if rows is not None:
             at = np.broadcast_to(rows, np.shape(right["output"])[:-1])
             wrong = {n: _where_rows(at, x, right[n]) for n, x in wrong.items()}
@@ -192,7 +191,7 @@ class Case:
         On the side *forward* they are those of the right backward that was handed the wrong ``output`` and ``lse``.  With
         ``rows`` the wrong backward gets the cotangents of these, the right one those of all others, and both are added.
         """
-        if not any(map(np.size, self.right.result().values())):
+        if self._empty():
             return None
         names = [n for n in self.right.gradients if n in self.right.arguments]
         if mistake.arrays is not None:
@@ -200,6 +199,12 @@ class Case:
         call = self._call(mistake.edit, side)
         wrong = call.gradient(names) if rows is None else self._in_rows(call, names, rows)
         return wrong if differs(self._expected(side).gradient(names), wrong) else None
+
+    def _empty(self) -> bool:
+        """Whether an array that matters is empty: there are no numbers to get wrong."""
+        if not any(map(np.size, self.right.result().values())):
+            return True
+        return any(not np.size(self.right.arguments.get(n, 0)) for n in self.right.gradients)
 
     def _expected(self, side: str) -> Definition:
         """The right gradients; rebuilt from output and lse where a mistake's are, since that rounds at large logits."""

@@ -1,10 +1,14 @@
 """The ways people get softmax attention wrong.
 
-By part of the computation: who sees whom, the logits, the softmax, the backward.  Mechanisms that are built on
-softmax attention get these mistakes too.
+By part of the computation, one file each.  Mechanisms that are built on softmax attention get these mistakes too.
 """
 
-from refattn.mistakes.scaled_dot_product import visibility, logits, softmax, backward  # noqa: F401, I001 - the order of the catalogue
+from refattn.mistakes.scaled_dot_product import (  # noqa: I001 - the order of the catalogue
+    diagonal, masks, lengths, logits, heads, softmax, sinks, lse, dropout, merging, places, exchanged, precision, backward,
+)  # fmt: skip
 from refattn.mistakes.scaled_dot_product.base import catalogue
 
-__all__ = ["catalogue"]
+__all__ = [
+    "backward", "catalogue", "diagonal", "dropout", "exchanged", "heads", "lengths", "logits", "lse", "masks", "merging", "places",
+    "precision", "sinks", "softmax",
+]  # fmt: skip
