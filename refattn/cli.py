@@ -13,9 +13,11 @@ import difflib
 import inspect
 import json
 import os
+import secrets
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 __all__ = ["main"]
@@ -25,6 +27,56 @@ SCHEMA = 1
 
 _EVERYWHERE = ("backend", "compute_dtype", "algorithm")
 _USAGE, _INTERNAL, _INTERRUPTED = 2, 70, 130
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One option.
+
+    Attributes
+    ----------
+    flag, metavar, says
+        As the command line shows it.
+    keyword
+        The keyword of :func:`refattn.verify` that it becomes.
+    kind
+        How its text is read: "text", "flag", "names" (a,b), "renames" (a=b,c=d), "object" (a JSON object),
+        "conventions", "count", "number".
+    shared
+        Whether ``refattn discover`` has it too.
+    """
+
+    flag: str
+    keyword: str
+    kind: str
+    metavar: str
+    says: str
+    shared: bool = False
+
+
+VERIFY_OPTIONS: tuple[Setting, ...] = (
+    Setting("--framework", "framework", "text", "NAME", "numpy (default), torch, jax, cupy or torch:<device>", True),
+    Setting("--layout", "layout", "text", "AXES", "axis order of q, k, v and the output: bhld or a permutation", True),
+    Setting("--rename", "rename", "renames", "a=b,...", "its names for refattn's options: ours=theirs", True),
+    Setting("--supports", "supports", "names", "A,B", "the options and conventions it has, said by hand", True),
+    Setting("--conventions", "conventions", "conventions", "PRESET|JSON|FILE", "what is by design", True),
+    Setting("--dtype", "dtypes", "names", "A,B", "storage dtypes of the arrays (float32,bfloat16 ...)"),
+    Setting("--gradients", "gradients", "flag", "", "check gradients too (torch and JAX need no --backward)"),
+    Setting("--backward", "backward", "text", "TARGET", "backward(d_output, q, k, v, **options); implies --gradients"),
+    Setting("--options", "options", "object", "JSON", "options fixed in every probe"),
+    Setting("--requires", "requires", "names", "A,B", "capabilities whose refusal is a mismatch (grouped_heads ...)"),
+    Setting("--sizes", "sizes", "text", "q=128n,h=g,d=64", "the only axis lengths it takes"),
+    Setting("--also", "also", "text", "q=1,k=4096", "axis lengths of one's own, beside the others"),
+    Setting("--thorough", "thorough", "flag", "", "every triple of features, not only every pair"),
+    Setting("--properties", "properties", "flag", "", "also check properties that need no reference"),
+    Setting("--seed", "seed", "number", "N", "what the probes are drawn with (default: drawn, and printed)"),
+    Setting("--jobs", "jobs", "count", "N", "child processes that share the probes"),
+    Setting("--backend", "backend", "text", "NAME", "backend that computes the reference"),
+    Setting("--time-limit", "time_limit", "positive", "S", "seconds of one call (30)"),
+    Setting("--memory-limit", "memory_limit", "positive", "GIB", "memory of one call beyond the start (4)"),
+    Setting("--hang-budget", "hang_budget", "positive", "S", "seconds of all calls together that hang (90)"),
+)
+"""What `refattn verify` takes beside target and mechanism: the owner of names and words, in the order of the help."""
 
 
 class _Usage(Exception):
@@ -78,22 +130,10 @@ def _parser() -> argparse.ArgumentParser:
         "4 nothing was checked.",
     )
     _target(verify)
-    verify.add_argument(
-        "--dtype", type=_names, metavar="A,B", help="storage dtypes of the arrays (float32,bfloat16 ...)"
-    )
-    verify.add_argument(
-        "--gradients", action="store_true", help="check gradients too (torch and JAX need no --backward)"
-    )
-    verify.add_argument("--backward", metavar="TARGET", help="backward(d_output, q, k, v, **options)")
-    verify.add_argument("--conventions", type=_conventions, metavar="PRESET or JSON", help="what is by design")
-    verify.add_argument("--options", type=_json_object, default={}, metavar="JSON", help="options fixed in every probe")
-    verify.add_argument("--properties", action="store_true", help="also check properties that need no reference")
-    verify.add_argument("--jobs", type=_positive, default=1, metavar="N", help="child processes that share the probes")
-    verify.add_argument("--backend", metavar="NAME", help="backend that computes the reference")
-    for kind in ("json", "junit", "html"):
-        verify.add_argument(
-            f"--{kind}", metavar="FILE", help=f"write the report as {kind.upper() if kind != 'junit' else 'JUnit XML'}"
-        )
+    for setting in VERIFY_OPTIONS:
+        _add(verify, setting)
+    for kind, form in _REPORTS.items():
+        verify.add_argument(f"--{kind}", metavar="FILE", help=f"write the report as {form}")
     verify.set_defaults(command=_verify)
 
     discover = commands.add_parser(
@@ -102,7 +142,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Find out which conventions an implementation follows and print them as a record for --conventions.",
     )
     _target(discover)
-    discover.add_argument("--conventions", type=_conventions, metavar="PRESET or JSON", help="what is known already")
+    for setting in VERIFY_OPTIONS:
+        if setting.shared:
+            _add(discover, setting)
     discover.set_defaults(command=_discover)
 
     for name, command, says in (
@@ -119,6 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     ):
         one = commands.add_parser(name, help=says, description=says)
         one.add_argument("name", metavar="NAME", help="a mechanism (see `refattn list`)")
+        if name == "probes":
+            one.add_argument("--thorough", action="store_true", help="every triple of features, not only every pair")
         _as_json(one)
         one.set_defaults(command=command)
 
@@ -143,15 +187,21 @@ def _target(parser: argparse.ArgumentParser) -> None:
         metavar="TARGET",
         help="package.module:function, path/file.py:function, model.onnx, dump.safetensors or 'command:./program {inputs} {outputs}'",
     )
-    parser.add_argument("--mechanism", required=True, metavar="NAME", help="a mechanism (see `refattn list`)")
-    parser.add_argument("--framework", metavar="NAME", help="numpy (default), torch, jax, cupy or torch:<device>")
     parser.add_argument(
-        "--layout", metavar="AXES", help="axis order of q, k, v and the output: bhld (default) or a permutation"
+        "--mechanism",
+        required=True,
+        metavar="NAME",
+        help="a mechanism (see `refattn list`), or module:name of one's own",
     )
+
+
+def _add(parser: argparse.ArgumentParser, setting: Setting) -> None:
+    if setting.kind == "flag":
+        parser.add_argument(setting.flag, dest=setting.keyword, action="store_true", help=setting.says)
+        return
     parser.add_argument(
-        "--rename", type=_renames, metavar="a=b,...", help="its names for refattn's options: ours=theirs"
+        setting.flag, dest=setting.keyword, type=_KINDS[setting.kind], metavar=setting.metavar, help=setting.says
     )
-    parser.add_argument("--supports", type=_names, metavar="A,B", help="the options it has, said by hand")
 
 
 def _as_json(parser: argparse.ArgumentParser) -> None:
@@ -180,13 +230,50 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _conventions(text: str) -> str | dict[str, Any]:
-    return _json_object(text) if text.lstrip().startswith("{") else text
+    """A preset's name, a JSON object, or a file that holds one (what ``refattn discover`` prints)."""
+    if text.lstrip().startswith("{"):
+        return _json_object(text)
+    if text.endswith(".json") or Path(text).is_file():
+        try:
+            return _json_object(Path(text).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} cannot be read: {error.strerror}") from None
+    return text
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
     return int(text)
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 0")
+    return int(text)
+
+
+def _above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
+    return value
+
+
+_KINDS: dict[str, Callable[[str], Any]] = {
+    "text": str,
+    "names": _names,
+    "renames": _renames,
+    "object": _json_object,
+    "conventions": _conventions,
+    "count": _positive,
+    "number": _natural,
+    "positive": _above_zero,
+}
+_REPORTS = {"json": "JSON", "junit": "JUnit XML", "html": "HTML"}
 
 
 def _assignment(text: str) -> tuple[str, Any]:
@@ -203,6 +290,13 @@ def _assignment(text: str) -> tuple[str, Any]:
 def _mechanism(name: str) -> Any:
     import refattn
 
+    if ":" in name:
+        from refattn.verification.candidate.targets import load_function
+
+        found = load_function(name)
+        if not isinstance(found, type(refattn.scaled_dot_product_attention)):
+            raise _Usage(f"{name} is a {type(found).__name__}, not a mechanism")
+        return found
     if name not in refattn.mechanisms:
         near = difflib.get_close_matches(name, refattn.mechanisms, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}?" if near else "`refattn list` prints all of them"
@@ -258,31 +352,36 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
 def _verify(arguments: argparse.Namespace) -> int:
     mechanism = _mechanism(arguments.mechanism)
+    files = {kind: getattr(arguments, kind) for kind in _REPORTS if getattr(arguments, kind)}
+    for kind, path in files.items():
+        _check_writable(kind, path)
     from refattn.verification import verify
 
-    asked = {
-        n: getattr(arguments, n)
-        for n in ("framework", "layout", "rename", "supports", "backward", "conventions", "backend")
-    }
-    if arguments.dtype:
-        asked["dtypes"] = arguments.dtype
+    given = {setting.keyword: getattr(arguments, setting.keyword) for setting in VERIFY_OPTIONS}
+    asked = {n: x for n, x in given.items() if x not in (None, False)}
+    asked.setdefault("seed", secrets.randbelow(10**6))
+    asked["gradients"] = given["gradients"] or given["backward"] is not None
     with _progress() as progress:
-        report = verify(
-            arguments.target,
-            mechanism.name,
-            gradients=arguments.gradients or arguments.backward is not None,
-            options=arguments.options,
-            properties=arguments.properties,
-            jobs=arguments.jobs,
-            progress=progress,
-            **asked,
-        )
+        report = verify(arguments.target, mechanism, progress=progress, **asked)
     print(report.table())
-    for kind in ("json", "junit", "html"):
-        path = getattr(arguments, kind)
-        if path:
-            getattr(report, f"to_{kind}")(path)
+    for kind, path in files.items():
+        getattr(report, f"to_{kind}")(path)
     return report.exit_code
+
+
+def _check_writable(kind: str, path: str) -> None:
+    """Raise before the run where a report could not be written after it."""
+    place = Path(path)
+    folder = place.parent
+    if place.is_dir() or not folder.is_dir() or not os.access(place if place.exists() else folder, os.W_OK):
+        reason = (
+            "is a folder"
+            if place.is_dir()
+            else "cannot be written"
+            if folder.is_dir()
+            else f"needs the folder {folder}"
+        )
+        raise _Usage(f"--{kind} {path} {reason}")
 
 
 def _discover(arguments: argparse.Namespace) -> int:
@@ -290,7 +389,7 @@ def _discover(arguments: argparse.Namespace) -> int:
     from refattn.verification.candidate import open_candidate
     from refattn.verification.discover import discover
 
-    asked = {n: getattr(arguments, n) for n in ("framework", "layout", "rename", "supports", "conventions")}
+    asked = {s.keyword: getattr(arguments, s.keyword) for s in VERIFY_OPTIONS if s.shared}
     with open_candidate(arguments.target, mechanism, **asked) as candidate:
         found, undecided = discover(candidate, mechanism)
     for field, why in undecided.items():
@@ -367,14 +466,26 @@ def _backends(arguments: argparse.Namespace) -> int:
 
 def _probes(arguments: argparse.Namespace) -> int:
     mechanism = _mechanism(arguments.name)
-    from refattn.verification.probes import probes
+    from refattn.verification.probes import Plan
 
-    found = probes(mechanism)
+    plan = Plan(mechanism, thorough=arguments.thorough)
+    made = plan.build_all(plan.alone())
+    made += plan.rest(made)
+    table = plan.table(made, 3 if arguments.thorough else 2)
+    size = "triples" if arguments.thorough else "pairs"
     data = {
         "name": mechanism.name,
-        "probes": [{"name": p.name, "options": list(p.options), "says": p.says} for p in found],
+        "probes": [
+            {"name": p.name, "options": list(p.options), "features": dict(p.features), "says": p.says} for p in made
+        ],
+        "pairs": [{"levels": [f"{n}={x}" for n, x in pair], "probe": probe} for pair, probe in table.items()],
     }
-    return _print(arguments, data, _columns([(p.name, p.says) for p in found]))
+    text = _columns([(p.name, p.says) for p in made])
+    text += ["", f"{size} of levels, and the probe in which each stands", ""]
+    text += _columns([(*(f"{n} {x}" for n, x in pair), probe or "IN NONE") for pair, probe in table.items()])
+    uncovered = sum(not probe for probe in table.values())
+    text += ["", f"{len(made)} probes; {len(table)} {size}, {uncovered} of them in none"]
+    return _print(arguments, data, text)
 
 
 if __name__ == "__main__":

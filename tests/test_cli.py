@@ -1,5 +1,6 @@
 """The command line: arguments, exit statuses, what goes to which stream."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -103,13 +104,14 @@ def test_everything_is_handed_on(handed, capsys):
         ["verify", "a.py:f", "--mechanism", NAME, "--dtype", "float32,bfloat16", "--gradients", "--backward", "a.py:g",
          "--framework", "torch", "--layout", "blhd", "--rename", "causal=is_causal,scale=sm_scale", "--supports", "causal,window",
          "--conventions", '{"align": "upper_left"}', "--options", '{"causal": true, "window": [3, 0]}', "--properties",
-         "--jobs", "2", "--backend", "numpy"]
+         "--jobs", "2", "--backend", "numpy", "--requires", "causal,one_query", "--sizes", "q=16n,h=g", "--also", "q=1,k=2048",
+         "--thorough", "--seed", "7", "--time-limit", "5", "--memory-limit", "0.5", "--hang-budget", "20"]
     )  # fmt: skip
     assert status == 1
     assert handed.pop("progress") is not None
     assert handed == {
         "target": "a.py:f",
-        "mechanism": NAME,
+        "mechanism": ra.mechanisms[NAME],
         "dtypes": ("float32", "bfloat16"),
         "gradients": True,
         "backward": "a.py:g",
@@ -122,6 +124,14 @@ def test_everything_is_handed_on(handed, capsys):
         "properties": True,
         "jobs": 2,
         "backend": "numpy",
+        "requires": ("causal", "one_query"),
+        "sizes": "q=16n,h=g",
+        "also": "q=1,k=2048",
+        "thorough": True,
+        "seed": 7,
+        "time_limit": 5.0,
+        "memory_limit": 0.5,
+        "hang_budget": 20.0,
     }
     streams = capsys.readouterr()
     assert streams.out == "the table\n"
@@ -133,7 +143,36 @@ def test_nothing_said_is_nothing_handed_on(handed):
     assert "dtypes" not in handed
     assert handed["gradients"] is False
     assert handed["conventions"] == "torch"
-    assert [handed[n] for n in ("framework", "layout", "rename", "supports", "backward", "backend")] == [None] * 6
+    assert set(handed) == {"target", "mechanism", "progress", "gradients", "conventions", "seed"}
+
+
+def test_every_option_is_a_keyword_of_verify():
+    keywords = inspect.signature(ra.verify).parameters
+    assert {setting.keyword for setting in cli.VERIFY_OPTIONS} == set(keywords) - {"candidate", "mechanism", "progress"}
+    page = " ".join(run("verify", "--help").stdout.split())
+    for setting in cli.VERIFY_OPTIONS:
+        assert setting.flag in page
+        assert " ".join(setting.says.split()[:3]) in page
+
+
+def test_conventions_from_a_file(handed, tmp_path):
+    (tmp_path / "found.json").write_text('{"align": "upper_left"}')
+    cli.main(["verify", "a.py:f", "--mechanism", NAME, "--conventions", str(tmp_path / "found.json")])
+    assert handed["conventions"] == {"align": "upper_left"}
+
+
+def test_reports_that_cannot_be_written_are_refused_before_the_run(handed, tmp_path, capsys):
+    for path in (tmp_path, tmp_path / "no" / "r.json"):
+        assert cli.main(["verify", "a.py:f", "--mechanism", NAME, "--json", str(path)]) == 2
+        assert str(path) in capsys.readouterr().err
+    assert handed == {}
+
+
+def test_a_mechanism_of_ones_own(tmp_path, handed):
+    (tmp_path / "own.py").write_text("import refattn\nmine = refattn.topk_attention\nother = len\n")
+    assert cli.main(["verify", "a.py:f", "--mechanism", f"{tmp_path / 'own.py'}:mine"]) == 1
+    assert handed["mechanism"] is ra.topk_attention
+    assert cli.main(["verify", "a.py:f", "--mechanism", f"{tmp_path / 'own.py'}:other"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -145,6 +184,9 @@ def test_nothing_said_is_nothing_handed_on(handed):
         (["verify", "a.py:f", "--mechanism", NAME, "--options", "{"], "no JSON"),
         (["verify", "a.py:f", "--mechanism", NAME, "--rename", "causal"], "ours=theirs"),
         (["verify", "a.py:f", "--mechanism", NAME, "--jobs", "0"], "at least 1"),
+        (["verify", "a.py:f", "--mechanism", NAME, "--time-limit", "-1"], "above 0"),
+        (["verify", "a.py:f", "--mechanism", NAME, "--seed", "x"], "at least 0"),
+        (["verify", "a.py:f", "--mechanism", NAME, "--conventions", "no.json"], "cannot be read"),
         (["cost", NAME, "b"], "KEY=VALUE"),
         (["plot", NAME], "invalid choice"),
     ],
@@ -164,6 +206,14 @@ def test_wrong_arguments_exit_with_2(argv, says, capsys):
         (["verify", "nonsense", "--mechanism", NAME], "expected package.module:function"),
         (["verify", "math:sqrt", "--mechanism", NAME, "--conventions", "trch"], "no preset 'trch'"),
         (["verify", "math:sqrt", "--mechanism", NAME, "--framework", "tensorflow"], "framework"),
+        (["verify", "math:sqrt", "--mechanism", NAME, "--rename", "caual=c"], "did you mean 'causal'"),
+        (["verify", "math:sqrt", "--mechanism", NAME, "--supports", "maks"], "did you mean 'mask'"),
+        (["verify", "math:sqrt", "--mechanism", NAME, "--requires", "grouped_head"], "did you mean 'grouped_heads'"),
+        (["verify", "math:sqrt", "--mechanism", NAME, "--sizes", "q=0"], "sizes"),
+        (["verify", "math:sqrt", "--mechanism", NAME, "--also", "q=2n"], "also"),
+        (["verify", "math:sqrt", "--mechanism", NAME, "--backend", "foo"], "backend is 'foo'"),
+        (["verify", "math:sqrt", "--mechanism", NAME, "--gradients"], "--backward"),
+        (["verify", "math:sqrt", "--mechanism", NAME, "--options", '{"align": "upper_left"}'], "convention"),
         (["show", "xyz"], "refattn list"),
         (["cost", NAME, "b=1"], "'q'"),
         (["cost", NAME, "q=-1", "k=1", "d=1"], "q is -1"),
@@ -250,7 +300,10 @@ def test_backends_and_probes(capsys):
     assert cli.main(["backends", "--json"]) == 0
     assert {"name", "usable", "reason", "fused"} <= set(json.loads(capsys.readouterr().out)["backends"][0])
     assert cli.main(["probes", NAME, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["probes"]
+    printed = json.loads(capsys.readouterr().out)
+    assert len(printed["pairs"]) > 1000
+    assert all(pair["probe"] for pair in printed["pairs"])
+    found = printed["probes"]
     assert any(p["options"] == ["causal"] for p in found)
     assert all(p["says"] for p in found)
 

@@ -1,16 +1,17 @@
 """Somebody else's implementation held against refattn: :func:`verify` and :func:`assert_matches`."""
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from refattn import arrays
+from refattn import arrays, backends
 from refattn.mechanism import Mechanism, mechanisms
 from refattn.verification.candidate import open_candidate
 from refattn.verification.capabilities import SHAPE_CAPABILITIES
-from refattn.verification.conventions import Conventions, UsageError
+from refattn.verification.conventions import CONVENTION_OPTIONS, Conventions, UsageError
 from refattn.verification.diagnosis import JudgedCall, Workbench, departure, explain
 from refattn.verification.limits import parse_sizes
 from refattn.verification.properties import check_properties
@@ -19,6 +20,9 @@ from refattn.verification.session import BYTES, SECONDS, Session
 from refattn.verification.truth import ReferenceNaNError
 
 __all__ = ["Conventions", "ReferenceNaNError", "Report", "UsageError", "assert_matches", "verify"]
+
+MOST_PAIRS = 2**25
+"""Pairs of queries and keys, over batch and heads, of a size of the user's own."""
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
@@ -38,6 +42,7 @@ def verify(
     options: Mapping[str, Any] | None = None,
     requires: Sequence[str] = (),
     sizes: str | None = None,
+    also: str | None = None,
     thorough: bool = False,
     properties: bool = False,
     seed: int = 0,
@@ -80,6 +85,8 @@ def verify(
         Capabilities (``grouped_heads`` ..., options, dtypes) whose refusal is a mismatch.
     sizes : str, optional
         The only axis lengths it takes: ``"q=128n,k=128n,h=g,d=64"``.
+    also : str, optional
+        Axis lengths of one's own beside the others: ``"q=1,k=4096,d=128"``.
     thorough : bool
         Every triple of levels, not only every pair.
     properties : bool
@@ -109,6 +116,9 @@ def verify(
     chosen = _mechanism(mechanism)
     names = _dtypes(dtypes)
     fixed = _fixed(options or {}, chosen)
+    _known_options("rename", rename or {}, chosen)
+    _known_options("supports", supports or (), chosen)
+    _check_backend(backend)
     with open_candidate(
         candidate,
         chosen,
@@ -121,6 +131,9 @@ def verify(
         options=fixed,
         jobs=jobs,
     ) as opened:
+        accepted, why = opened.accepts(fixed)
+        if not accepted:
+            raise UsageError(f"options: {why}")
         wanted = opened.explicit_backward if gradients is None else gradients
         if wanted and not opened.has_backward:
             raise UsageError(
@@ -135,6 +148,7 @@ def verify(
             fixed=fixed,
             backend=backend,
             limits=parse_sizes(sizes or ""),
+            also=_also(also),
             requires=_required(requires, chosen),
             thorough=thorough,
             seed=seed,
@@ -190,12 +204,43 @@ def _dtypes(given: str | Sequence[str]) -> tuple[str, ...]:
 
 def _fixed(options: Mapping[str, Any], mechanism: Mechanism) -> dict[str, Any]:
     """The options that go into every probe; lists are tuples here."""
+    _known_options("options", options, mechanism)
     for name in options:
-        if name not in mechanism.options or name in mechanism.positional:
-            near = difflib.get_close_matches(name, mechanism.options, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UsageError(f"options: {mechanism.name} has no option {name!r}{hint}")
+        if name in CONVENTION_OPTIONS:
+            raise UsageError(
+                f"options: {name} is a convention, not an option: conventions={{{name!r}: ...}} declares it"
+            )
     return {n: tuple(x) if isinstance(x, list) else x for n, x in options.items()}
+
+
+def _known_options(what: str, names: Iterable[str], mechanism: Mechanism) -> None:
+    """Raise UsageError for a name that is no option of the mechanism."""
+    known = [n for n in mechanism.options if what == "rename" or n not in mechanism.positional]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UsageError(f"{what}: {mechanism.name} has no option {name!r}{hint}")
+
+
+def _check_backend(name: str | None) -> None:
+    """Raise UsageError unless the backend can serve NumPy arrays."""
+    try:
+        backends.resolve(name, np)
+    except (ValueError, TypeError, ImportError, RuntimeError) as error:
+        raise UsageError(f"backend: {error}") from None
+
+
+def _also(text: str | None) -> dict[str, int]:
+    """Axis lengths of the user's own; refused where the truth of all rows would not fit into memory."""
+    limits = parse_sizes(text or "")
+    if limits.multiples or limits.equal or any(len(x) > 1 for x in limits.only.values()):
+        raise UsageError(f"also: {text!r}: expected one number for each letter")
+    sizes = {n: x[0] for n, x in limits.only.items()}
+    pairs = math.prod(sizes.get(n, d) for n, d in (("b", 1), ("h", 1), ("q", 1), ("k", 1), ("t", 1)))
+    if pairs * sizes.get("t", 1) > MOST_PAIRS:
+        raise UsageError(f"also: {text} has {pairs:,} pairs of queries and keys: at most {MOST_PAIRS:,} are judged")
+    return sizes
 
 
 def _required(names: Sequence[str], mechanism: Mechanism) -> tuple[str, ...]:

@@ -43,8 +43,8 @@ def shape_capabilities(sizes: Mapping[str, int]) -> set[str]:
 
 
 def capabilities_of(probe: Probe) -> set[str]:
-    """What a probe asks for: its shape and its options."""
-    return shape_capabilities(probe.sizes) | set(probe.options)
+    """What a probe asks for: its shape, its options, unusual forms of these."""
+    return shape_capabilities(probe.sizes) | set(probe.options) | set(probe.forms)
 
 
 class Capabilities:

@@ -13,6 +13,7 @@ from refattn.verification.candidate import Call, Candidate, Outcome
 from refattn.verification.capabilities import Capabilities, capabilities_of
 from refattn.verification.conventions import CONVENTION_OPTIONS
 from refattn.verification.diagnosis import JudgedCall
+from refattn.verification.errors import UsageError
 from refattn.verification.limits import Limits
 from refattn.verification.probes import Impossible, Plan, Probe, redraw
 from refattn.verification.question import Question
@@ -67,6 +68,7 @@ class Session:
         fixed: Mapping[str, Any] | None = None,
         backend: str | None = None,
         limits: Limits | None = None,
+        also: Mapping[str, int] | None = None,
         requires: Sequence[str] = (),
         thorough: bool = False,
         seed: int = 0,
@@ -87,6 +89,7 @@ class Session:
             fit=self._fit,
             allows=self.capabilities.allows,
             fixed=self.fixed,
+            also=dict(also or {}),
             seed=seed,
             thorough=thorough,
         )
@@ -106,7 +109,7 @@ class Session:
     def _accepts(self, options: Sequence[str]) -> bool:
         if any(self.capabilities.refused(n) for n in options):
             return False
-        return self.candidate.accepts(options)[0]
+        return self.candidate.accepts([n for n in options if n in self.mechanism.options])[0]
 
     # ------------------------------------------------------------------ the run
 
@@ -121,15 +124,20 @@ class Session:
         asked += [(probe, dtype) for probe, used in first for dtype in taken if dtype != used]
         again = first[:1]
         outcomes = self._ask([*asked, *again])
-        for one, outcome in zip(asked, outcomes, strict=False):
-            self._settle(one, outcome)
+        self._take(asked, outcomes[: len(asked)])
         self._compare_repeat(again[0], outcomes[-1])
         self._twins()
-        self._unreached()
+        if self.seed:
+            self._note(f"the probes were drawn with --seed {self.seed}")
+        self._say_what_was_left_out()
 
     def recorded(self) -> None:
         """A recorded call: its own inputs are the only probe."""
-        for call, outcome in zip(self.candidate.recorded, self.candidate.run(self.candidate.recorded), strict=True):
+        for recorded, outcome in zip(self.candidate.recorded, self.candidate.run(self.candidate.recorded), strict=True):
+            for name, x in self.fixed.items():
+                if name in recorded.options and not np.array_equal(recorded.options[name], x):
+                    raise UsageError(f"options: {name} is {x!r}, and {recorded.options[name]!r} in the recorded call")
+            call = dataclasses.replace(recorded, options={**recorded.options, **self.fixed})
             given = call.arrays | call.options
             dtype = next(
                 x.dtype.name for x in given.values() if isinstance(x, np.ndarray) and arrays.is_real_floating(x.dtype)
@@ -145,11 +153,12 @@ class Session:
         dtype = self.dtypes[0]
         entries = self.plan.alone()
         plain = self.plan.build(entries[0])
-        if plain is None:
-            reason = self.plan.refused[entries[0].name]
-            said = "--options do not fit" if self.fixed else "the mechanism does not allow"
-            self.rows.append(Row("plain", "", "no options", "not run", message=f"{said}: {reason}"))
-        elif not self._fits_signature(plain):
+        if plain is None and self.fixed:  # they may want other shapes
+            plain = next((p for e in entries if e.about == "shape" and (p := self.plan.build(e)) is not None), None)
+            if plain is None:
+                reason = self.plan.refused[entries[0].name]
+                raise UsageError(f"options: {_words(self.fixed)} fit no probe of {self.mechanism.name}: {reason}")
+        if plain is not None and not self._fits_signature(plain):
             plain = None
         asked: list[Asked] = []
         if plain is not None:
@@ -174,21 +183,29 @@ class Session:
 
     def _ask_alone(self, batch: Sequence[Probe], dtype: str) -> list[Asked]:
         """Calls that ask for something new: those that were answered; the others say what is not taken."""
-        answers = list(zip(batch, self._ask([(p, dtype) for p in batch]), strict=True))
-        for probe, outcome in answers:
+        asked = [(probe, dtype) for probe in batch]
+        return self._take(asked, self._ask(asked))
+
+    def _take(self, asked: Sequence[Asked], outcomes: Sequence[Outcome]) -> list[Asked]:
+        """Rows for outcomes; an exception on the first call that asks for something says that it is not taken.
+
+        Returns the calls that count.
+        """
+        answers = list(zip(asked, outcomes, strict=False))
+        for (probe, _), outcome in answers:
             self.capabilities.answer(capabilities_of(probe), outcome)
-        asked: list[Asked] = []
-        for probe, outcome in answers:
+        counted: list[Asked] = []
+        for (probe, dtype), outcome in answers:
             names = capabilities_of(probe)
             unknown = self.capabilities.unknown(names)
-            if outcome.status in ("error", "unsupported") and unknown:
+            if outcome.status in ("error", "unsupported") and unknown and not self.candidate.patience.over:
                 for name in unknown:
                     self.capabilities.refuse(name, outcome.message)
                 self._refusal(probe.name, ", ".join(sorted(unknown)), outcome)
             elif outcome.status == "ok" or not any(self.capabilities.refused(n) for n in names):
                 self._settle((probe, dtype), outcome)
-                asked.append((probe, dtype))
-        return asked
+                counted.append((probe, dtype))
+        return counted
 
     def _ask_sizes(self, plain: Probe, dtype: str, outcome: Outcome) -> tuple[Probe, Outcome]:
         """The plainest call was refused: which sizes does it take?"""
@@ -252,14 +269,20 @@ class Session:
             Row(name, "", what, status, message=f"{words} ({outcome.message})", traceback=outcome.traceback)
         )
 
-    def _unreached(self) -> None:
-        """Options of the signature that no call reached."""
+    def _say_what_was_left_out(self) -> None:
+        """Fixed options that did not fit, options of the signature that no call reached, gradients that nobody gave."""
+        if self.fixed and self.plan.refused:
+            reason = next(iter(self.plan.refused.values()))
+            message = f"the fixed options do not fit: {reason}"
+            self.rows += [Row(name, "", name, "not run", message=message) for name in self.plan.refused if name]
         reached = {n for case in self.cases for n in case.truth.question.options}
         for name in self.mechanism.options:
             if name in self.mechanism.positional or name in reached or name in CONVENTION_OPTIONS:
                 continue
             if self.candidate.names(name) and not self.capabilities.refused(name):
                 self._note(f"{name} is in the signature; no probe that ran used it")
+        if self.gradients and self.cases and not any(n.startswith("d_") for case in self.cases for n in case.judged):
+            self._note("gradients were asked for, and none was checked")
 
     # ------------------------------------------------------------------ calls
 
@@ -527,6 +550,10 @@ class Session:
 
 
 _TWINS = 12
+
+
+def _words(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{n}={x!r}" for n, x in options.items())
 
 
 def _arrays(outcome: Outcome) -> dict[str, np.ndarray]:

@@ -207,6 +207,25 @@ def test_fixed_options():
     assert report.ok, report.table()
 
 
+def test_options_that_fit_no_probe_are_a_usage_error():
+    def nystrom(q, k, v, *, landmarks, iterations=6):
+        return v
+
+    with pytest.raises(UsageError, match=r"landmarks=500 fit no probe of nystrom_attention: .*landmarks"):
+        ra.verify(nystrom, "nystrom_attention", options={"landmarks": 500})
+
+
+def test_lengths_are_drawn_to_fit_the_options():
+    for name, options in (
+        ("linear_attention", {"causal": True}),
+        ("performer_attention", {"causal": True}),
+        ("sinkhorn_attention", {"block": 4}),
+    ):
+        report = ra.verify(lambda *arrays, **more: arrays[2], name, options=options)
+        assert report.exit_code == 1
+        assert not any(row.status == "not run" for row in report.rows if row.probe in ("plain", "mixed"))
+
+
 def test_progress():
     told = []
     ra.verify(simple, MECHANISM, progress=lambda done, total, label: told.append((done, total, label)))

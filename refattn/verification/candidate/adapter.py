@@ -259,6 +259,7 @@ class Adapter:
     def admitted(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options that are handed over; Unsupported if one cannot be."""
         admitted = settle(options, self.conventions, self.acceptance.takes)
+        admitted |= {n: None for n, x in options.items() if x is None and n not in CONVENTION_OPTIONS}  # asked for so
         for name in CONVENTION_OPTIONS:
             if name in admitted and not self.acceptance.takes(name):
                 del admitted[name]

@@ -53,9 +53,14 @@ class Patience:
         self.hung = self.crashed = 0
         self.spent = 0.0
 
+    @property
+    def over(self) -> bool:
+        """Whether no call is made any more."""
+        return self.hung >= self.hangs or self.crashed >= self.crashes or self.spent >= self.budget
+
     def seconds(self, limit: float) -> float:
         """The time that the next call gets; 0 = it is not made."""
-        if self.hung >= self.hangs or self.crashed >= self.crashes or self.spent >= self.budget:
+        if self.over:
             return 0.0
         return min(limit if self.hung < 2 else min(limit, self.short), self.budget - self.spent)
 

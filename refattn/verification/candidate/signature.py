@@ -45,7 +45,9 @@ class Acceptance:
     built_in: tuple[str, ...] = ()  # options that the target was built with: neither handed over nor refused
 
     def takes(self, name: str) -> bool:
-        """Whether the signature names a convention option."""
+        """Whether the signature, or what was said by hand, names a convention option."""
+        if self.supports is not None and name in self.supports:
+            return True
         return self.preset is None and self.names is not None and self.rename.get(name, name) in self.names
 
     def mentions(self, name: str) -> bool:

@@ -30,7 +30,8 @@ class Level:
 
     ``sizes`` are axis lengths by letter, ``example`` further words for the mechanism's example, ``options`` the options of
     the mechanism that it passes, ``apply`` what it does to the draft once the arrays are there, ``says`` a few words
-    for the report, ``hides`` whether it hides keys.
+    for the report, ``named`` the conventions that a signature must name, ``form`` a capability of its own: a form of an
+    option that many implementations do not have.
     """
 
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -38,8 +39,8 @@ class Level:
     options: tuple[str, ...] = ()
     apply: Callable[["Draft"], None] | None = None
     says: str = ""
-    hides: bool = False
     named: tuple[str, ...] = ()
+    form: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Draft:
         self.poison = False
         self.wrt: tuple[str, ...] | None = None
         self.named: list[str] = []
+        self.forms: list[str] = []
         self.change_cotangents: Callable[[str, np.ndarray], np.ndarray] = lambda name, x: x
         self.asked: set[str] = set()  # options that some level is about
 
@@ -160,6 +162,7 @@ def build(
     wanted = sizes_of(mechanism, fit({**wanted, **(sizes or {})}))
     draft = Draft(mechanism, recipe, wanted, seed)
     letters = [n for n in words if len(n) == 1 and not isinstance(words[n], bool)]
+    words.update({n: x for n, x in (fixed or {}).items() if x is not None})
     try:
         wanted.update({n: words.pop(n) for n in letters})
         given = dict(mechanism.example(draft.rng("arrays"), **wanted, **words))
@@ -167,6 +170,7 @@ def build(
         for level in levels:
             draft.asked |= set(level.options) | set(level.example)
             draft.named += level.named
+            draft.forms += [level.form] if level.form else []
             if level.apply is not None:
                 level.apply(draft)
         draft.arguments.update(fixed or {})
@@ -216,6 +220,7 @@ def _finished(draft: Draft, name: str, says: str) -> Probe:
         memory=draft.memory,
         memory_of_cotangents=draft.memory_of_cotangents,
         poison=draft.poison,
+        forms=tuple(draft.forms),
         named=tuple(draft.named),
     )
 

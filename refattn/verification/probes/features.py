@@ -97,9 +97,13 @@ def _causal(draft: Draft) -> None:
     draft.give(causal=True)
 
 
-def _aligned(where: Any) -> Level:
+def _aligned(where: Any, form: str = "") -> Level:
     return Level(
-        options=("align",), apply=lambda draft: draft.give(align=where), named=("align",), says=f"aligned at {where}"
+        options=("align",),
+        apply=lambda draft: draft.give(align=where),
+        named=("align",),
+        says=f"aligned at {where}",
+        form=form,
     )
 
 
@@ -108,7 +112,7 @@ def _window(left: Any, right: Any, says: str) -> Level:
         sides = (x(draft.k) if callable(x) else x for x in (left, right))
         draft.give(window=tuple(sides))
 
-    return Level(options=("window",), apply=apply, says=says, hides=True)
+    return Level(options=("window",), apply=apply, says=says)
 
 
 def _ragged(n: int, b: int, first: int) -> np.ndarray:
@@ -233,7 +237,9 @@ SCORE: tuple[Feature, ...] = (
         },
     ),
     Feature("causal", {"none": OFF, "on": Level(options=("causal",), apply=_causal, says="causal")}),
-    Feature("align", {"lower_right": OFF, "upper_left": _aligned("upper_left"), "number": _aligned(3)}),
+    Feature(
+        "align", {"lower_right": OFF, "upper_left": _aligned("upper_left"), "number": _aligned(3, "numeric_align")}
+    ),
     Feature(
         "window",
         {
@@ -305,7 +311,12 @@ SCORE: tuple[Feature, ...] = (
         {
             "none": OFF,
             "one": Level(options=("sinks",), apply=_sinks, says="sinks as heavy as all keys together"),
-            "several": Level(options=("sinks",), apply=lambda d: _sinks(d, several=True), says="three sinks a head"),
+            "several": Level(
+                options=("sinks",),
+                apply=lambda d: _sinks(d, several=True),
+                says="three sinks a head",
+                form="several_sinks",
+            ),
             "hidden": Level(options=("sinks",), apply=lambda d: _sinks(d, hidden=True), says="some sinks of -inf"),
         },
     ),

@@ -46,13 +46,15 @@ class Plan:
     Parameters
     ----------
     accepts
-        Whether the candidate takes a set of options.
+        Whether the candidate takes a set of options, or of forms of them.
     fit
         What its limits make of axis lengths.
     allows
         Whether it takes these lengths: shapes that it does not take are left out.
     fixed
         Options fixed by the user: they go into every probe; features of these options stay plain.
+    also
+        Axis lengths of the user's own, probed beside the others.
     seed
         What everything is drawn with.
     thorough
@@ -67,11 +69,12 @@ class Plan:
         fit: Fit = dict,
         allows: Callable[[Mapping[str, int]], bool] = lambda sizes: True,
         fixed: Mapping[str, Any] | None = None,
+        also: Mapping[str, int] | None = None,
         seed: int = 0,
         thorough: bool = False,
     ) -> None:
         self.mechanism, self.fit, self.fixed, self.seed = mechanism, fit, dict(fixed or {}), seed
-        self.allows = allows
+        self.allows, self.also = allows, dict(also or {})
         self.thorough = thorough
         self.accepts = accepts or (lambda names: True)
         self.all_features = {**features_of(mechanism), "values": values_feature(mechanism)}
@@ -84,7 +87,7 @@ class Plan:
         """The features with the levels that the candidate takes; those of one level alone are left out."""
         found = {}
         for feature in self.all_features.values():
-            levels = {n: x for n, x in feature.levels.items() if n == feature.plain or self._takes(x.options)}
+            levels = {n: x for n, x in feature.levels.items() if n == feature.plain or self._takes(x)}
             if feature.name == "shape":
                 levels = self._shapes(levels)
             if len(levels) > 1 or feature.name == "shape":
@@ -114,10 +117,10 @@ class Plan:
                 found.add(feature.name)
         return found
 
-    def _takes(self, options: Sequence[str]) -> bool:
-        if set(options) & set(self.fixed):
+    def _takes(self, level: Level) -> bool:
+        if set(level.options) & set(self.fixed) or (level.form and not self.accepts((level.form,))):
             return False
-        asked = [n for n in options if n in self.mechanism.options and n not in self.mechanism.positional]
+        asked = [n for n in level.options if n in self.mechanism.options and n not in self.mechanism.positional]
         return self.accepts(tuple(n for n in asked if n not in CONVENTION_OPTIONS))
 
     # ------------------------------------------------------------------ recipes
@@ -146,6 +149,10 @@ class Plan:
             for name, recipe, sizes in special_recipes(self.mechanism, self.all_features)
             if all(n in taken and x in taken[n].levels for n, x in recipe.items())
         ]
+        if self.also:
+            found.append(Entry("also", {}, {"b": 1, **self.also}, "special"))
+            if "causal" in taken:
+                found.append(Entry("also_causal", {"causal": "on"}, {"b": 1, **self.also}, "special"))
         options = {
             n: next(x for x in f.levels if x != f.plain)
             for n, f in taken.items()

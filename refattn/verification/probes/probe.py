@@ -53,6 +53,8 @@ class Probe:
         Non-finite or huge values stand where nobody may look.
     named : tuple of str
         Conventions that the candidate's signature must name for this probe to make sense.
+    forms : tuple of str
+        Forms of options that many implementations do not have: capabilities of their own.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Probe:
     memory_of_cotangents: str = "contiguous"
     poison: bool = False
     named: tuple[str, ...] = ()
+    forms: tuple[str, ...] = ()
 
     @property
     def options(self) -> tuple[str, ...]:
