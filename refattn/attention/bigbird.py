@@ -33,12 +33,10 @@ from refattn.core import options
 from refattn.core.blocks import KEYS, ROWS, SMALL, Group, Maker, one_length, some
 from refattn.core.problem import prepare
 from refattn.core.selections import Index, Lattice, Span
-from refattn.definitions.key_sets import other_keys, with_keys
 from refattn.mechanism import mechanism
-from refattn.mistakes.dense_old import mutations_for
 from refattn.patterns import Pattern
 from refattn.patterns import blocks as block_pattern
-from refattn.records import Block, Counts, Mutation, Result
+from refattn.records import Block, Counts, Result
 
 __all__ = ["bigbird_attention"]
 
@@ -231,26 +229,6 @@ def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
     return prepared.gradients(forward_state, output, lse)
 
 
-def _seen(arguments: dict[str, Any]) -> np.ndarray:
-    """bool (h, t, t), pair of blocks by pair of blocks."""
-    h, t = np.shape(arguments["q"])[-3:-1]
-    block, near = arguments["block"], arguments.get("window_blocks", 1)
-    first, last = arguments.get("global_blocks", (1, 1))
-    n = -(-t // block)
-    drawn = arguments.get("random_blocks")
-    seen = np.zeros((h, n, n), dtype=bool)
-    for head, u, w in np.ndindex(h, n, n):
-        whole = {x for x in range(n) if x < first or x >= n - last}
-        chosen = set() if drawn is None else set(np.asarray(drawn)[head, u].tolist())
-        seen[head, u, w] = abs(u - w) <= near or u in whole or w in whole or w in chosen
-    return seen.repeat(block, axis=1).repeat(block, axis=2)[:, :t, :t]
-
-
-def _as_dense(arguments: dict[str, Any], seen: np.ndarray | None = None) -> dict[str, Any]:
-    own = ("block", "random_blocks", "window_blocks", "global_blocks")
-    return with_keys({n: x for n, x in arguments.items() if n not in own}, _seen(arguments) if seen is None else seen)
-
-
 _COUNTED = 512
 """Blocks up to which costs are counted on the layout itself."""
 
@@ -342,74 +320,6 @@ def example(
     return {**given, **settings}
 
 
-# ---------------------------------------------------------------- how people get it wrong
-
-
-def _mistake(class_: str, says: str, change: Callable[[dict[str, Any]], Any]) -> Mutation:
-    """Softmax over other keys; ``change`` gives other arguments, or the pairs seen (h, t, t); None: not for these."""
-
-    def wrong(a: dict[str, Any]) -> dict[str, Any] | None:
-        found = change({"window_blocks": 1, "global_blocks": (1, 1), "random_blocks": None, **a})
-        if found is None:
-            return None
-        return _as_dense(a, found) if isinstance(found, np.ndarray) else _as_dense(a, _seen({**a, **found}))
-
-    return other_keys(class_, says, _as_dense, wrong)
-
-
-def _grid(a: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, int]:
-    """Blocks of the queries, of the keys, and their number."""
-    t = np.shape(a["q"])[-2]
-    return np.arange(t)[:, None] // a["block"], np.arange(t) // a["block"], -(-t // a["block"])
-
-
-def _without_global(a: dict[str, Any], *, rows: bool) -> np.ndarray:
-    """Global blocks that see only their window of those that are not, or are seen by it alone."""
-    first, last = a["global_blocks"]
-    u, w, n = _grid(a)
-    outside_u, outside_w = ((x < first) | (x >= n - last) for x in (u, w))
-    lost = outside_u & ~outside_w if rows else outside_w & ~outside_u
-    return np.where(lost, _seen({**a, "global_blocks": (0, 0)}), _seen(a))
-
-
-def _wrapped(a: dict[str, Any]) -> np.ndarray:
-    u, w, n = _grid(a)
-    gap = (u - w) % n
-    return _seen(a) | (np.minimum(gap, n - gap) <= a["window_blocks"])
-
-
-def _last_for_none(a: dict[str, Any]) -> dict[str, Any] | None:
-    if a["random_blocks"] is None:
-        return None
-    n = a["random_blocks"].shape[1]
-    return {"random_blocks": np.where(a["random_blocks"] < 0, n - 1, a["random_blocks"])}
-
-
-def _drawn(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
-    return lambda a: None if a["random_blocks"] is None else {"random_blocks": change(np.asarray(a["random_blocks"]))}
-
-
-bigbird_mutations = (
-    _mistake("bigbird_random_drop", "the random blocks are not seen", _drawn(lambda x: np.full_like(x, -1))),
-    _mistake(
-        "bigbird_random_shared", "all heads see the random blocks of head 0",
-        _drawn(lambda x: np.broadcast_to(x[:1], x.shape)),
-    ),
-    _mistake(
-        "bigbird_random_rows", "random blocks belong to the row before, as if the first one were not counted",
-        _drawn(lambda x: np.roll(x, 1, axis=1)),
-    ),
-    _mistake("bigbird_none_is_last", "-1 among the random blocks is read as the last block", _last_for_none),
-    _mistake(
-        "bigbird_window", "one block too many is seen on each side", lambda a: {"window_blocks": a["window_blocks"] + 1}
-    ),
-    _mistake("bigbird_window", "only the own block is near", lambda a: {"window_blocks": 0}),
-    _mistake("bigbird_wrap", "the first blocks see the last ones as neighbours", _wrapped),
-    _mistake("global_rows_drop", "global blocks are seen by all but see their window", lambda a: _without_global(a, rows=True)),
-    _mistake("global_columns_drop", "global blocks see all but are not seen", lambda a: _without_global(a, rows=False)),
-    _mistake("bigbird_global", "only the first blocks are global", lambda a: {"global_blocks": (a["global_blocks"][0], 0)}),
-)  # fmt: skip
-
 _PROBES = (
     {"t": 64, "block": 4, "r": 3, "says": "three random blocks for each row, another set for each head"},
     {
@@ -450,7 +360,6 @@ bigbird_attention = mechanism(
     backward,
     cost,
     example,
-    mutations=(*bigbird_mutations, *mutations_for(_as_dense, exclude=("pattern_drop",))),
     name="bigbird_attention",
     differentiable=("q", "k", "v", "scale"),
     outputs=("output", "lse"),

@@ -57,7 +57,7 @@ from refattn.core.terms import Term
 from refattn.mechanism import mechanism
 from refattn.patterns import Pattern, dense, prefix
 from refattn.patterns import window as window_pattern
-from refattn.records import Counts, Mutation, Pass, Result
+from refattn.records import Counts, Pass, Result
 
 __all__ = ["etc_attention"]
 
@@ -441,50 +441,6 @@ def backward(saved: Any, *, output: Any, output_global: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ counts, example
 
 
-def _flat(x: Any, lead: tuple[int, ...]) -> np.ndarray:
-    return np.broadcast_to(x, (*lead, *np.shape(x)[-2:]))
-
-
-def _pairs(a: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-    """What each row of [global, long] sees of [global, long], and the label of each pair (..., n + t, n + t); leading axes."""
-    t, n, radius = np.shape(a["q"])[-2], np.shape(a["q_global"])[-2], a["radius"]
-    tables = ("long_labels", "global_labels", "long_mask", "global_mask")
-    lead = np.broadcast_shapes(
-        *(np.shape(a[x])[:-3] for x in ("q", "k", "v", "q_global", "k_global", "v_global")),
-        *(np.shape(a[x])[:-2] for x in tables if a.get(x) is not None),
-    )
-    seen, label = np.zeros((*lead, n + t, n + t), dtype=bool), np.full((*lead, n + t, n + t), -1)
-    clip = 0 if a.get("labels") is None else a["labels"].shape[-2] // 2 if a.get("clip") is None else a["clip"]
-    for i in range(t):
-        for j in range(t):
-            seen[..., n + i, n + j] = abs(i - j) <= radius
-            label[..., n + i, n + j] = clip + min(max(j - i, -clip), clip)
-    seen[..., n:, :n] = True if a.get("long_mask") is None else _flat(a["long_mask"], lead)
-    seen[..., :n, :] = True if a.get("global_mask") is None else _flat(a["global_mask"], lead)
-    label[..., n:, :n] = -1 if a.get("long_labels") is None else _flat(a["long_labels"], lead)
-    label[..., :n, :] = -1 if a.get("global_labels") is None else _flat(a["global_labels"], lead)
-    return seen, label, lead
-
-
-def _joined(a: dict[str, Any], lead: tuple[int, ...]) -> list[np.ndarray]:
-    """q, k and v of [global, long]."""
-    found = []
-    for name in "qkv":
-        parts = (np.asarray(a[x], dtype=np.float64) for x in (name + "_global", name))
-        found.append(np.concatenate([np.broadcast_to(x, (*lead, *x.shape[-3:])) for x in parts], axis=-2))
-    return found
-
-
-def _real(a: dict[str, Any], lead: tuple[int, ...]) -> np.ndarray:
-    """Which of [global, long] are no padding, bool (..., n + t)."""
-    parts = []
-    for name, x in (("global_lengths", a["q_global"]), ("lengths", a["q"])):
-        count = np.asarray(x.shape[-2] if a.get(name) is None else a[name])
-        count = np.broadcast_to(count.reshape(lead) if count.size == math.prod(lead) else count, lead)
-        parts.append(np.arange(x.shape[-2]) < count[..., None])
-    return np.concatenate(parts, axis=-1)
-
-
 def cost(
     *,
     b: int = 1,
@@ -552,138 +508,6 @@ def example(
     return {name: x for name, x in given.items() if x is not None}
 
 
-# ---------------------------------------------------------------- how people get it wrong, on plain NumPy
-
-
-class _Steps:
-    """One matrix of all rows and keys, global first.  Each keyword breaks one step."""
-
-    def __init__(
-        self,
-        a: dict[str, Any],
-        *,
-        more: int = 0,
-        turned: bool = False,
-        dropped: bool = False,
-        unscaled: bool = False,
-        to_global: bool = True,
-        from_global: bool = True,
-        padded: bool = False,
-        apart: bool = False,
-    ) -> None:
-        self.a, self.n = a, a["q_global"].shape[-2]
-        seen, label, lead = _pairs({**a, "radius": max(0, a["radius"] + more)})
-        n = self.n
-        i = np.arange(seen.shape[-1])
-        far = np.zeros(seen.shape[-2:], bool)
-        far[n:, n:] = True
-        if turned:
-            label = np.where(far, np.swapaxes(label, -1, -2), label)
-        if dropped:
-            clip = a["labels"].shape[-2] // 2 if a.get("clip") is None else a.get("clip", 0)
-            label = np.where(far & (abs(i[:, None] - i) > clip), -1, label)
-        if not to_global:
-            seen = seen & ~((i[:, None] >= n) & (i < n))
-        if not from_global:
-            seen = seen & ~((i[:, None] < n) & (i >= n))
-        real = _real(a, lead)
-        self.row = real[..., None, :, None]
-        columns = real | (padded & (i >= n))
-        self.seen = (seen & columns[..., None, :] & real[..., :, None])[..., None, :, :]
-        self.q, self.k, self.v = _joined(a, lead)
-        self.factor = a["q"].shape[-1] ** -0.5 if a.get("scale") is None else float(np.reshape(a["scale"], ()))
-        self.label_factor = 1.0 if unscaled else self.factor
-        self.dots = self.q @ np.swapaxes(self.k, -1, -2)
-        self.hot = self.products = None
-        logits = self.factor * self.dots
-        if a.get("labels") is not None:
-            labels = np.asarray(a["labels"], dtype=np.float64)
-            self.hot = (label[..., None] == np.arange(labels.shape[-2])).astype(float)  # (..., i, j, p)
-            self.products = np.einsum("...hid,hpd->...hip", self.q, labels)
-            self.picked = np.einsum("...hip,...ijp->...hij", self.products, self.hot)
-            logits = logits + self.label_factor * self.picked
-        groups = (i < n, i >= n) if apart else (i >= 0,)
-        self.p = 0.0
-        for columns in groups:
-            s = np.where(self.seen & columns, logits, -np.inf)
-            top = s.max(-1, keepdims=True, initial=-np.inf)
-            e = np.exp(s - np.where(np.isfinite(top), top, 0.0))
-            total = e.sum(-1, keepdims=True)
-            self.p = self.p + e / np.where(total == 0, 1.0, total)
-        self.values = np.where(np.isfinite(self.v), self.v, 0.0)
-        self.output = self.p @ self.values
-
-    def result(self) -> Result:
-        return Result(output=self.output[..., self.n :, :], output_global=self.output[..., : self.n, :])
-
-    def gradients(self, cotangents: dict[str, Any], *, by_query: bool = True, shared: bool = True) -> dict[str, Any]:
-        """Without ``by_query`` labels do not reach the queries; without ``shared`` only distances reach the labels."""
-        parts = []
-        for name, x in (("output_global", self.output[..., : self.n, :]), ("output", self.output[..., self.n :, :])):
-            d = cotangents.get(name)
-            parts.append(np.zeros(x.shape) if d is None else np.asarray(d, dtype=np.float64))
-        d = np.where(self.row, np.concatenate(parts, axis=-2), 0.0)
-        d_p = d @ np.swapaxes(self.values, -1, -2)
-        d_s = self.p * (d_p - (self.p * d_p).sum(-1, keepdims=True))
-        d_q, d_k = self.factor * d_s @ self.k, self.factor * np.swapaxes(d_s, -1, -2) @ self.q
-        found: dict[str, Any] = {"scale": np.asarray((d_s * self.dots).sum())}
-        if self.hot is not None:
-            per_label = np.einsum("...hij,...ijp->...hip", d_s, self.hot)
-            found["scale"] = found["scale"] + (per_label * self.products).sum()
-            d_q = d_q + self.label_factor * by_query * np.einsum("...hip,hpd->...hid", per_label, self.a["labels"])
-            kept = per_label if shared else per_label * (np.arange(per_label.shape[-2]) >= self.n)[:, None]
-            found["labels"] = self.label_factor * np.einsum("...hip,...hid->...hpd", kept, self.q)
-        for name, x in (("q", d_q), ("k", d_k), ("v", np.swapaxes(self.p, -1, -2) @ d)):
-            found[name + "_global"], found[name] = x[..., : self.n, :], x[..., self.n :, :]
-        return {n: sum_to_shape(g, np.shape(self.a[n])) for n, g in found.items() if self.a.get(n) is not None}
-
-
-def _mistake(
-    class_: str, says: str, *, forward: bool = True, labelled: bool = False, pull: Any = None, **change: Any
-) -> Mutation:
-    def same(x: Any, y: Any) -> bool:
-        return all(np.allclose(x[n], y[n], rtol=0, atol=1e-9, equal_nan=True) for n in x)
-
-    def steps(a: dict[str, Any]) -> _Steps | None:
-        if labelled and a.get("labels") is None:
-            return None
-        wrong = _Steps(a, **change)
-        return None if change and same(wrong.result().fields, _Steps(a).result().fields) else wrong
-
-    def wrong_forward(a: dict[str, Any]) -> Result | None:
-        with np.errstate(all="ignore"):
-            wrong = steps(a)
-        return None if wrong is None else wrong.result()
-
-    def wrong_gradients(a: dict[str, Any], cotangents: dict[str, Any]) -> dict[str, Any] | None:
-        with np.errstate(all="ignore"):
-            wrong = steps(a)
-            if wrong is None or change.get("apart"):
-                return None
-            found = wrong.gradients(cotangents, **(pull or {}))
-            return None if pull and same(found, wrong.gradients(cotangents)) else found
-
-    gradients = None if change.get("apart") else wrong_gradients
-    return Mutation(class_, says, forward=wrong_forward if forward else None, gradients=gradients)
-
-
-etc_mutations = (
-    _mistake("window_plus1", "the radius is one too large", more=1),
-    _mistake("etc_label_sign", "distances are counted from key to query", labelled=True, turned=True),
-    _mistake("etc_label_clip", "distances beyond the clip have no label", labelled=True, dropped=True),
-    _mistake("etc_label_scale", "the label term is not scaled", labelled=True, unscaled=True),
-    _mistake("etc_two_softmaxes", "global and long keys have a softmax each", apart=True),
-    _mistake("global_columns_drop", "long tokens do not see the global ones", to_global=False),
-    _mistake("global_rows_drop", "global tokens see each other alone", from_global=False),
-    _mistake("tail_unmasked", "global rows see padded long tokens", padded=True),
-    _mistake(
-        "etc_label_grad", "labels give the queries no gradient", forward=False, labelled=True, pull={"by_query": False}
-    ),
-    _mistake(
-        "etc_label_grad", "labels get none from global rows", forward=False, labelled=True, pull={"shared": False}
-    ),
-)
-
 _PROBES = (
     {"t": 27, "n": 4, "p": 0, "radius": 3, "says": "no labels"},
     {
@@ -705,7 +529,6 @@ etc_attention = mechanism(
     backward,
     cost,
     example,
-    mutations=etc_mutations,
     name="etc_attention",
     differentiable=("q", "k", "v", "q_global", "k_global", "v_global", "labels", "scale"),
     outputs=("output", "output_global"),

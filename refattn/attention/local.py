@@ -33,7 +33,6 @@ from refattn.core import options
 from refattn.core.blocks import Maker, banded, one_length, tiled
 from refattn.core.problem import prepare
 from refattn.mechanism import mechanism
-from refattn.mistakes.local import local_mutations
 from refattn.patterns import Pattern, window
 from refattn.patterns.counting import Ends
 from refattn.records import Block, Counts, Result
@@ -263,7 +262,6 @@ local_attention = mechanism(
     backward,
     cost,
     example,
-    mutations=local_mutations,
     name="local_attention",
     differentiable=("q", "k", "v", *options.DIFFERENTIABLE),
     outputs=("output", "lse"),

@@ -34,7 +34,6 @@ from refattn.arrays import (
     namespace,
     require_axes,
     require_integer,
-    sum_to_shape,
     to_namespace,
     to_numpy,
 )
@@ -45,7 +44,7 @@ from refattn.core.selections import Index, Lattice, take_order
 from refattn.mechanism import mechanism
 from refattn.patterns import Pattern, documents, lengths, prefix, window
 from refattn.patterns import window as window_pattern
-from refattn.records import Block, Counts, Mutation, Result
+from refattn.records import Block, Counts, Result
 
 __all__ = ["longformer_attention"]
 
@@ -363,133 +362,6 @@ def example(
     return {name: x for name, x in given.items() if x is not None}
 
 
-# ---------------------------------------------------------------- how people get it wrong, on plain NumPy
-
-
-class _Steps:
-    """Both softmaxes as whole matrices; a key may count several times.  Each keyword breaks one step."""
-
-    def __init__(
-        self,
-        a: dict[str, Any],
-        *,
-        more: int = 0,
-        columns: bool = True,
-        rows: bool = True,
-        twice: bool = False,
-        local_arrays: bool = False,
-        global_columns: bool = False,
-        padded: bool = False,
-    ) -> None:
-        self.a = a
-        t = a["q"].shape[-2]
-        tokens = np.zeros(t, bool) if a.get("global_tokens") is None else np.asarray(a["global_tokens"])
-        at = [a.get(n + "_global") is not None and not local_arrays for n in "qkv"]
-        self.names = tuple(n + "_global" if g else n for n, g in zip("qkv", at, strict=True))
-        self.local = [np.asarray(a[n], dtype=np.float64) for n in "qkv"]
-        self.whole = [np.asarray(a[n], dtype=np.float64) for n in self.names]
-        lead = np.broadcast_shapes(tokens.shape[:-1], *(x.shape[:-3] for x in (*self.local, *self.whole)))
-        left, right = _edges(a["window"], t)
-        i, j = np.arange(t)[:, None], np.arange(t)
-        near = (i - j <= left + more) & (j - i <= right)
-        is_global = np.broadcast_to(tokens, (*lead, t))[..., None, None, :]
-        seen = near.astype(float) + is_global if twice else (near | is_global if columns else near & True)
-        lengths = {}
-        for name in ("query_lengths", "key_lengths"):
-            x = np.asarray(t if a.get(name) is None else a[name])
-            lengths[name] = np.broadcast_to(x.reshape(lead) if x.size == math.prod(lead) else x, lead)[
-                ..., None, None, None
-            ]
-        real = (j < lengths["key_lengths"]).astype(float)
-        self.row = (np.swapaxes(is_global, -1, -2) if rows else np.zeros((t, 1), bool)) & np.ones((t, 1), bool)
-        self.real_rows = i < lengths["query_lengths"]
-        self.scale = a["q"].shape[-1] ** -0.5 if a.get("scale") is None else float(np.reshape(a["scale"], ()))
-        self.seen = seen * real
-        self.every = np.ones((t, t)) * (1.0 if padded else real)
-        # local rows read global keys through the global arrays
-        self.mixed: Any = is_global if global_columns and at[1] and at[2] else None
-
-    def _softmax(
-        self, q: np.ndarray, k: np.ndarray, seen: np.ndarray, other: Any = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        dots = q @ np.swapaxes(k, -1, -2)
-        if other is not None:
-            dots = np.where(self.mixed, q @ np.swapaxes(other, -1, -2), dots)
-        s = np.where(seen > 0, self.scale * dots, -np.inf)
-        top = s.max(-1, keepdims=True, initial=-np.inf)
-        p = seen * np.exp(s - np.where(np.isfinite(top), top, 0.0))
-        total = p.sum(-1, keepdims=True)
-        return p / np.where(total == 0, 1.0, total), dots
-
-    def forward(self) -> Result:
-        (q, k, v), (qg, kg, vg) = self.local, self.whole
-        with np.errstate(all="ignore"):
-            self.p, self.dots = self._softmax(q, k, self.seen, None if self.mixed is None else kg)
-            self.p_whole, self.dots_whole = self._softmax(qg, kg, self.every)
-            clean = [np.where(np.isfinite(x), x, 0.0) for x in (v, vg)]
-            local = self.p @ clean[0]
-            if self.mixed is not None:
-                local = (self.p * ~self.mixed) @ clean[0] + (self.p * self.mixed) @ clean[1]
-            output = np.where(self.row, self.p_whole @ clean[1], local)
-        return Result(output=np.where(self.real_rows, output, 0.0))
-
-    def gradients(self, d: np.ndarray, *, rows_pull: bool = True, columns_pull: bool = True) -> dict[str, Any]:
-        """Cotangents; without ``rows_pull`` the global rows give none, without ``columns_pull`` global keys get none locally."""
-        self.forward()
-        found: dict[str, Any] = dict.fromkeys((*"qkv", *(n for n in self.names if n not in "qkv")), 0.0)
-        d = np.where(self.real_rows, d, 0.0)
-        tokens = np.swapaxes(self.row, -1, -2)
-        total = 0.0
-        for arrays, names, p, dots, own in (
-            (self.local, "qkv", self.p, self.dots, np.where(self.row, 0.0, d)),
-            (self.whole, self.names, self.p_whole, self.dots_whole, np.where(self.row, d, 0.0) * rows_pull),
-        ):
-            q, k, v = arrays
-            d_p = own @ np.swapaxes(v, -1, -2)
-            d_s = p * (d_p - (p * d_p).sum(-1, keepdims=True))
-            kept = 1.0 if columns_pull or names != "qkv" else ~tokens
-            total += (d_s * dots).sum()
-            parts = (d_s @ k, np.swapaxes(d_s * kept, -1, -2) @ q, np.swapaxes(p * kept, -1, -2) @ own)
-            for name, factor, x in zip(names, (self.scale, self.scale, 1.0), parts, strict=True):
-                found[name] = found[name] + factor * x
-        found["scale"] = np.asarray(total)
-        return {n: sum_to_shape(g, np.shape(self.a[n])) for n, g in found.items() if self.a.get(n) is not None}
-
-
-def _mistake(class_: str, says: str, *, forward: bool = True, pull: Any = None, **change: Any) -> Mutation:
-    def wrong_forward(a: dict[str, Any]) -> Result | None:
-        wrong, right = _Steps(a, **change).forward(), _Steps(a).forward()
-        same = np.allclose(wrong.output, right.output, rtol=0, atol=1e-9, equal_nan=True)
-        return None if same else wrong
-
-    def wrong_gradients(a: dict[str, Any], cotangents: dict[str, Any]) -> dict[str, Any] | None:
-        d = cotangents.get("output")
-        if d is None or (change and wrong_forward(a) is None):
-            return None
-        steps, d = _Steps(a, **change), np.asarray(d, dtype=np.float64)
-        if steps.mixed is not None:
-            return None
-        wrong = steps.gradients(d, **(pull or {}))
-        right = steps.gradients(d) if pull else {}
-        same = bool(pull) and all(np.allclose(g, right[n], rtol=0, atol=1e-9, equal_nan=True) for n, g in wrong.items())
-        return None if same else wrong
-
-    return Mutation(class_, says, forward=wrong_forward if forward else None, gradients=wrong_gradients)
-
-
-mutations = (
-    _mistake("window_plus1", "the window sees one key too many to the left", more=1),
-    _mistake("window_plus1", "the window sees one key too few to the left", more=-1),
-    _mistake("global_columns_drop", "nobody but its neighbours sees a global token", columns=False),
-    _mistake("global_rows_drop", "global tokens see their window alone", rows=False),
-    _mistake("global_twice", "a global key inside the window counts twice", twice=True),
-    _mistake("global_projection_drop", "global rows use the local arrays", local_arrays=True),
-    _mistake("global_columns_projection", "local rows read global keys through the global arrays", global_columns=True),
-    _mistake("tail_unmasked", "global rows see padded keys", padded=True),
-    _mistake("global_grad_drop", "no gradient comes from the global rows", forward=False, pull={"rows_pull": False}),
-    _mistake("global_grad_drop", "global keys get none from local rows", forward=False, pull={"columns_pull": False}),
-)
-
 _PROBES = (
     {"t": 29, "n": 0, "window": (3, 3), "says": "no global tokens"},
     {
@@ -524,7 +396,6 @@ longformer_attention = mechanism(
     backward,
     cost,
     example,
-    mutations=mutations,
     name="longformer_attention",
     differentiable=("q", "k", "v", "q_global", "k_global", "v_global", "scale"),
     probes=_PROBES,

@@ -59,7 +59,6 @@ from refattn.core.problem import prepare
 from refattn.core.selections import take_order
 from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
-from refattn.mistakes.lsh import lsh_mutations
 from refattn.normalization import lse_of
 from refattn.records import Counts, Elements, Pass, Result
 
@@ -790,7 +789,6 @@ lsh_attention = mechanism(
     backward,
     cost,
     example,
-    mutations=lsh_mutations,
     name="lsh_attention",
     differentiable=("qk", "v", "scale"),
     floating=("rotations",),

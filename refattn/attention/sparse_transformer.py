@@ -39,7 +39,6 @@ from refattn.core.blocks import SMALL, Maker, banded, one_length, some, tiled
 from refattn.core.problem import prepare
 from refattn.core.selections import Lattice
 from refattn.mechanism import mechanism
-from refattn.mistakes.sparse_transformer import sparse_mutations
 from refattn.records import Block, Counts, Result
 
 __all__ = ["sparse_transformer_attention"]
@@ -463,7 +462,6 @@ sparse_transformer_attention = mechanism(
     backward,
     cost,
     example,
-    mutations=sparse_mutations,
     name="sparse_transformer_attention",
     differentiable=("q", "k", "v", *options.DIFFERENTIABLE),
     outputs=("output", "lse"),

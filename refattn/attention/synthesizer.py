@@ -40,7 +40,6 @@ from refattn.core.blocks import product
 from refattn.core.options import require_mask
 from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
-from refattn.mistakes.synthesizer import synthesizer_mutations
 from refattn.normalization import masked_softmax, masked_softmax_backward
 from refattn.records import Counts, Elements, Pass, Result
 
@@ -427,7 +426,6 @@ synthesizer_attention = mechanism(
     backward,
     cost,
     example,
-    mutations=synthesizer_mutations,
     name="synthesizer_attention",
     differentiable=("x", "v", *AXES, "mixture"),
     probes=_PROBES,

@@ -35,9 +35,7 @@ from refattn.core.blocks import Group, Maker, groups
 from refattn.core.forward import rows_of_logits
 from refattn.core.problem import Prepared, prepare
 from refattn.core.selections import Index, Lattice
-from refattn.definitions.key_sets import as_mask
 from refattn.mechanism import mechanism
-from refattn.mistakes.topk import margin, topk_mutations
 from refattn.records import Block, Counts, Elements, Pass, Result
 
 __all__ = ["topk_attention"]
@@ -106,6 +104,13 @@ def _arguments(count: Any, indices: Any, n_k: int) -> int | None:
     if count > n_k:
         raise ValueError(f"count is {count}, but there are {n_k} keys: expected at most as many")
     return count
+
+
+def as_mask(indices: np.ndarray, n_k: int) -> np.ndarray:
+    """(..., q, n) ints as (..., q, k) bool."""
+    places = np.zeros((*indices.shape[:-1], n_k + 1), dtype=bool)
+    np.put_along_axis(places, np.where(indices < 0, n_k, indices), True, axis=-1)
+    return places[..., :n_k]
 
 
 # ---------------------------------------------------------------------- blocks
@@ -309,6 +314,22 @@ def _example_indices(n_q: int, n_k: int) -> np.ndarray:
     return np.where((np.arange(4) == 2) & (i % 2 == 1), -1, found)
 
 
+def margin(arguments: dict[str, Any]) -> float:
+    """Distance of the last chosen logit from the first one left out, relative to the largest of the row; least of all rows.
+
+    Whole numbers in q and k make products that are exact in any order, so that equal ones are equal everywhere: no limit.
+    """
+    whole = all(np.all(arguments[n] == np.round(arguments[n])) for n in "qk")
+    count = arguments.get("count")
+    if count is None or whole or count == np.shape(arguments["k"])[-2]:
+        return math.inf
+    logits = -np.sort(-topk_attention.definition.steps(arguments).compared, axis=-1)
+    size = np.max(np.where(np.isfinite(logits), np.abs(logits), 0), axis=-1, initial=0.0)
+    with np.errstate(invalid="ignore"):
+        gaps = (logits[..., count - 1] - logits[..., count]) / np.where(size > 0, size, 1)
+    return float(np.min(np.where(np.isneginf(logits[..., count]), math.inf, gaps), initial=math.inf))
+
+
 _PROBES = (
     {"q": 13, "k": 29, "count": 1, "says": "one key for each query: weights of 1"},
     {"q": 11, "k": 23, "count": 23, "says": "all keys: plain attention"},
@@ -336,7 +357,6 @@ topk_attention = mechanism(
     backward,
     cost,
     example,
-    mutations=topk_mutations,
     name="topk_attention",
     differentiable=("q", "k", "v", *options.DIFFERENTIABLE),
     outputs=("output", "lse"),

@@ -74,7 +74,7 @@ class BigBird(ScaledDotProduct):
     @step
     def seen_blocks(self):
         """(h, n, n)"""
-        return self.near_blocks | self.global_rows | self.global_columns | self.random
+        return (self.near_blocks | self.global_rows | self.global_columns)[None] | self.random
 
     @step
     def visible_by_blocks(self):

@@ -205,14 +205,18 @@ class ETC(Definition):
         return np.concatenate([np.broadcast_to(x, (*self.lead, *x.shape[-3:])) for x in (first, second)], axis=-2)
 
     @step
-    def attention(self):
-        """Softmax attention of [global, long] with itself."""
-        arrays = {
+    def given(self):
+        """The arguments of the attention of [global, long]."""
+        return {
             "q": self.joined(self.q_global, self.q), "k": self.joined(self.k_global, self.k),
             "v": self.joined(self.v_global, self.v), "labels": self.labels, "label": self.label,
             "pairs_seen": self.pairs_seen, "scale": self.scale,
         }  # fmt: skip
-        return self.begin(self.inner, arrays)
+
+    @step
+    def attention(self):
+        """Softmax attention of [global, long] with itself."""
+        return self.begin(self.inner, self.given)
 
     @step
     def output(self):

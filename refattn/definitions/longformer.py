@@ -70,24 +70,34 @@ class Longformer(Definition):
         return tuple(x if g is None else g for g, x in pairs)
 
     @step
-    def shared(self):
-        """What both softmaxes are given."""
-        return {"query_lengths": self.query_lengths, "key_lengths": self.key_lengths, "scale": self.scale, "align": 0}
+    def scale_of_global_rows(self):
+        """The same as that of the local rows."""
+        return self.scale
+
+    @step
+    def key_lengths_of_global_rows(self):
+        """Padding is seen by no global row either."""
+        return self.key_lengths
+
+    def called(self, arrays, **options):
+        """Softmax attention over the same positions, called from a step."""
+        q, k, v = arrays
+        q = np.broadcast_to(q, (*self.lead, *q.shape[-3:]))
+        return self.begin(
+            self.inner, {"q": q, "k": k, "v": v, "query_lengths": self.query_lengths, "align": 0, **options}
+        )
 
     @step
     def local(self):
         """The attention of the local rows."""
-        q, k, v = self.arrays_of_local_rows
-        arrays = {"q": np.broadcast_to(q, (*self.lead, *q.shape[-3:])), "k": k, "v": v}
-        seen = {"window": self.window, "global_keys": self.global_keys}
-        return self.begin(self.inner, {**arrays, **seen, **self.shared})
+        options = {"window": self.window, "global_keys": self.global_keys, "key_lengths": self.key_lengths}
+        return self.called(self.arrays_of_local_rows, scale=self.scale, **options)
 
     @step
     def whole(self):
         """The attention of the global rows."""
-        q, k, v = self.arrays_of_global_rows
-        arrays = {"q": np.broadcast_to(q, (*self.lead, *q.shape[-3:])), "k": k, "v": v}
-        return self.begin(self.inner, {**arrays, **self.shared})
+        options = {"key_lengths": self.key_lengths_of_global_rows, "scale": self.scale_of_global_rows}
+        return self.called(self.arrays_of_global_rows, **options)
 
     @step
     def output(self):

@@ -149,7 +149,7 @@ class LSH(ScaledDotProduct):
         return -(-self.keys // self.slots)
 
     @step
-    def place(self):
+    def chunk_number(self):
         """The chunk of every position, (..., h, s, t)"""
         return self.rank // self.slots
 
@@ -166,7 +166,7 @@ class LSH(ScaledDotProduct):
 
     def ahead_of(self, s, r):
         """How many chunks the place of key j in round r stands ahead of that of query i in round s, (..., h, t, t)"""
-        gap = self.place[..., r, None, :] - self.place[..., s, :, None]
+        gap = self.chunk_number[..., r, None, :] - self.chunk_number[..., s, :, None]
         return gap + (r - s) * self.chunks
 
     def near(self, gap, step):

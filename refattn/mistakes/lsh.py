@@ -1,403 +1,406 @@
-"""The ways people get LSH attention wrong, each as the numbers that the mistake gives.
-
-A mistake replaces a step of :class:`_Call`, which computes LSH attention with matrices (t, t): ``copies[s,i,j]`` says how
-often query i meets key j in round s, and the rounds are weighted by exp(lse[s] - lse), as most code does it.  The gradients
-that come with a wrong forward are those that the right backward makes of it; a mistake of the backward alone has no forward.
-"""
-
-import inspect
-from collections.abc import Callable
-from typing import Any
+"""How people get LSH attention wrong: hashing, windows, what counts how often, and the two roles of the queries."""
 
 import numpy as np
 
-from refattn.arrays import sum_to_shape
-from refattn.definitions.lsh_old import all_buckets, definition
-from refattn.records import Mutation, Result
+from refattn.definitions.lsh import LSH
+from refattn.definitions.steps import einsum, step
+from refattn.mistakes.engine import Catalogue
+from refattn.mistakes.options import about
+from refattn.mistakes.scaled_dot_product import catalogue as dense
 
-__all__ = ["lsh_mutations"]
+NONE_OF = (
+    *about(
+        "alibi_slopes", "bias", "head_map", "lengths", "mask", "score_mod", "segments", "sinks", "softcap", "window"
+    ),
+    "d_truncated",
+    "swap_kv",
+)
+"""Mistakes of softmax attention about what this mechanism does not have."""
 
-_DEFAULTS = {n: p.default for n, p in inspect.signature(definition).parameters.items() if p.default is not p.empty}
-_SAME = 1e-9  # results closer than this, relative to the largest entry, are the same
+catalogue = Catalogue(LSH, built_on=dense, without=NONE_OF)
 
 
-class _Call:
-    """One call: arguments, buckets, and the steps that a mistake may replace."""
+# ---------------------------------------------------------------------------------------------- keys
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        self.given = arguments
-        self.options = {**_DEFAULTS, **arguments}
-        qk, v = (np.asarray(arguments[n], dtype=np.float64) for n in ("qk", "v"))
-        self.lead = np.broadcast_shapes(qk.shape[:-3], v.shape[:-3])
-        self.qk, self.v = (np.broadcast_to(x, self.lead + x.shape[-3:]) for x in (qk, v))
-        self.h, self.t, self.d = self.qk.shape[-3:]
-        o = self.options
-        self.full = o["short"] == "full" and self.t <= o["chunk"]
-        self.keep = np.broadcast_to(True if o["mask"] is None else o["mask"], (*self.lead, self.t))
-        self.scale = self.d**-0.5 if o["scale"] is None else float(np.reshape(o["scale"], ()))
-        self.eps = {"l2": 1e-12, "rms": 1e-6}[o["key_norm"]] if o["norm_eps"] is None else o["norm_eps"]
-        self.kept: Any = 1.0
-        if o["dropout_mask"] is not None:
-            self.kept = np.broadcast_to(o["dropout_mask"], (*self.lead, self.h, self.t, self.t)) / (
-                1 - o["dropout_rate"]
-            )
-        self.seen = np.ones((*self.lead, self.h, self.t, self.t), dtype=bool)
-        if o["pattern"] is not None:
-            fitted, n = o["pattern"].fit(self.t, self.t, batch=self.lead, heads=self.h), np.arange(self.t)
-            for b, batch in enumerate(np.ndindex(self.lead)):
-                for h in range(self.h):
-                    where = {"q": self.t, "k": self.t, "b": np.asarray(b), "h": np.asarray(h)}
-                    self.seen[(*batch, h)] = fitted.visible(n[:, None], n[None, :], **where)
 
-    def buckets(self) -> np.ndarray:
-        if self.full:
-            return np.zeros((*self.lead, self.h, 1, self.t), dtype=np.int64)
-        names = ("rotations", "buckets", "rng", "hashes", "n_buckets", "chunk")
-        keep = self.keep if self.options["padding_bucket"] else None
-        return all_buckets(self.qk, self.lead, keep=keep, **{n: self.options[n] for n in names})
+@catalogue.mistake(why="Queries and keys share a projection; that keys have norm 1 is a line of its own.")
+class lsh_key_not_normalised(LSH):
+    """keys are the queries as they are, not divided by their norm"""
 
-    # ------------------------------------------------------------------ who meets whom
+    norm = 1.0
+    d_norm_share = 0.0
 
-    def order(self, numbers: np.ndarray) -> np.ndarray:
-        """Positions of every round by (bucket, position), (s, t)."""
-        return np.argsort(numbers, axis=-1, kind="stable")
 
-    def hidden(self, at: tuple[int, ...], rank: np.ndarray) -> np.ndarray:
-        """Pairs (s|1, t, t) that are out of sight whatever the windows hold, without the self pairs."""
-        n = np.arange(self.t)
-        hidden: Any = ~self.seen[at] | ~self.keep[at[:-1]][None, :]
-        if self.options["causal"]:
-            hidden = hidden | (n[None, :] > n[:, None])
-        return hidden[None]
+@catalogue.mistake(why="One family of code has keys of norm 1 and a scale, the other keys of norm sqrt(d) and none.")
+class lsh_scale(LSH):
+    """keys have norm sqrt(d) where norm 1 is due, or 1 where sqrt(d) is: logits are off by sqrt(d)"""
 
-    def ring(self) -> bool:
-        return self.options["wrap"] == "global"
+    @step
+    def ratio(self):
+        """How much longer the keys are."""
+        return max(1, self.channels) ** (0.5 if self.key_norm == "l2" else -0.5)
 
-    def reach(self) -> tuple[int, int]:
-        return self.options["before"], self.options["after"]
+    @step
+    def k(self):
+        return super().k * self.ratio
 
-    def windows(self, numbers: np.ndarray, rank: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """How often i meets j in round s, (s, t, t), and how often trax counts the pair, (t, t)."""
-        hashes, t = numbers.shape
-        if self.full:
-            return np.ones((1, t, t)), np.ones((t, t))
-        chunk, (before, after) = self.options["chunk"], self.reach()
-        chunks, place = -(-t // chunk), rank // chunk
-        meets, counted = np.zeros((hashes, t, t)), np.zeros((t, t))
-        for s in range(hashes):
-            for r in range(hashes):
-                if r != s and (not self.ring() or self.options["within_bucket"]):
-                    continue
-                ahead = place[r][None, :] + (r - s) * chunks - place[s][:, None]
-                for step in range(-before, after + 1):
-                    here = (ahead - step) % (hashes * chunks) == 0 if self.ring() else ahead == step
-                    if self.options["within_bucket"]:
-                        here = here & (numbers[s][:, None] == numbers[s][None, :])
-                    meets[s] += here
-                    if r == s:
-                        counted += here
-        return meets, counted
+    @step
+    def d_norm_share(self):
+        return super().d_norm_share / self.ratio**2
 
-    def count(self, meets: np.ndarray, counted: np.ndarray) -> np.ndarray:
-        """What a meeting counts, from (s, t, t) meetings that are all visible."""
-        kind = self.options["duplicates"]
-        if kind == "multiset" or self.full:
-            return meets
-        if kind == "trax1":
-            return meets / (counted + 1e-9)
-        return meets / np.maximum(np.sum(meets, axis=0), 1)  # most code spreads a pair over the rounds that show it
+    @step
+    def d_q_as_key(self):
+        return super().d_q_as_key * self.ratio
 
-    def copies(self, at: tuple[int, ...], numbers: np.ndarray) -> np.ndarray:
-        rank = np.argsort(self.order(numbers), axis=-1)
-        meets, counted = self.windows(numbers, rank)
-        meets = np.where(self.hidden(at, rank), 0.0, meets)
-        own = np.eye(self.t, dtype=bool)
-        if self.options["self_attention"] != "always":
-            meets = np.where(own, 0.0, meets)
-        copies = self.count(meets, counted)
-        if self.options["self_attention"] == "last_resort":
-            copies[0] += np.where(own & ~np.any(copies, axis=(0, 2))[:, None], 1.0, 0.0)
+
+@catalogue.mistake(why="The normalised keys serve as queries too.")
+class lsh_query_normalised(LSH):
+    """queries are divided by their norm, as keys are"""
+
+    @step
+    def plain(self):
+        """qk with the batch axes of all arrays."""
+        return np.broadcast_to(self.qk, (*self.lead, *self.qk.shape[-3:]))
+
+    @step
+    def length(self):
+        """What queries and keys are divided by."""
+        square = (self.plain * self.plain).sum(-1, keepdims=True)
+        if self.key_norm == "rms":
+            return np.sqrt(square / self.plain.shape[-1] + self.smallest_norm)
+        return np.maximum(np.sqrt(square), self.smallest_norm)
+
+    @step
+    def q(self):
+        return self.plain / self.length
+
+    @step
+    def projected(self):
+        directions = np.broadcast_to(self.directions, (*self.lead, self.heads, *self.directions.shape[-3:]))
+        return einsum("...htd,...hdsn->...hstn", self.plain, directions)
+
+    @step
+    def k(self):
+        return self.q
+
+    @step
+    def d_qk(self):
+        d = self.d_q + self.d_k
+        inner = (self.q * d).sum(-1, keepdims=True)
+        if self.key_norm == "rms":
+            inner = inner / self.channels
+        else:
+            inner = np.where(self.length > self.smallest_norm, inner, 0.0)
+        return (d - self.q * inner) / self.length
+
+
+# ---------------------------------------------------------------------------------------------- hashing
+
+
+@catalogue.mistake(why="argmax of the projections, without their negatives.")
+class lsh_half_hash(LSH):
+    """the bucket is the argmax of xR without -xR: half the buckets stay empty"""
+
+    def digit(self, part):
+        return np.argmax(part, axis=-1)
+
+    @step
+    def hashed(self):
+        bucket, base, start = 0, 1, 0
+        for factor in self.factors:
+            bucket = bucket + base * self.digit(self.projected[..., start : start + factor // 2])
+            base, start = base * factor, start + factor // 2
+        return bucket
+
+
+@catalogue.mistake(why="Digits are joined in the order of reading.")
+class lsh_factor_order(LSH):
+    """the first factor of the buckets is the most significant digit"""
+
+    @step
+    def hashed(self):
+        bucket, start = 0, 0
+        for factor in self.factors:
+            bucket = bucket * factor + self.digit(self.projected[..., start : start + factor // 2])
+            start += factor // 2
+        return bucket
+
+
+@catalogue.mistake(why="Sort keys of 32 bits hold bucket, round and position at once.")
+class lsh_offset_overflow(LSH):
+    """the sort keys (bucket + round offset) * t + position overflow 32 bits"""
+
+    @step
+    def order(self):
+        rounds, t = self.bucket.shape[-2:]
+        offset = np.arange(rounds)[:, None] * (int(self.bucket.max(initial=0)) + 1)
+        keys = ((self.bucket + offset).astype(np.int64) * t + np.arange(t)).astype(np.int32)  # wraps around
+        return np.argsort(keys, axis=-1, kind="stable")
+
+
+@catalogue.mistake(why="A sort that is not stable, or descending positions.")
+class lsh_sort_unstable(LSH):
+    """positions of one bucket are sorted from the last to the first"""
+
+    @step
+    def order(self):
+        t = self.keys
+        return t - 1 - np.argsort(self.bucket[..., ::-1], axis=-1, kind="stable")
+
+
+# ---------------------------------------------------------------------------------------------- who meets whom
+
+
+@catalogue.mistake(why="Every other attention lets a token see itself.")
+class lsh_self_visible(LSH):
+    """a token sees itself like any other key, although it should only as last resort"""
+
+    @step
+    def self_attention(self):
+        return "never" if self.argument("self_attention") == "always" else "always"
+
+
+@catalogue.mistake(why="A mask of -1e9 on oneself leaves nothing where nothing else is.")
+class lsh_last_resort_drop(LSH):
+    """a row that meets nobody is empty, although it should see itself"""
+
+    @step
+    def self_attention(self):
+        given = self.argument("self_attention")
+        return "never" if given == "last_resort" else given
+
+
+@catalogue.mistake(why="Rounds are weighted by their lse, which counts a pair in each of them.")
+class lsh_duplicates(LSH):
+    """a pair that meets in several rounds counts in each of them (or once where it should count in each)"""
+
+    @step
+    def duplicates(self):
+        return "union" if self.argument("duplicates") == "multiset" else "multiset"
+
+
+@catalogue.mistake(why="Chunks are rolled over the whole axis of rounds and chunks.")
+class lsh_wrap(LSH):
+    """windows run on over the ends of a round (or stop there where they should run on)"""
+
+    @step
+    def wrap(self):
+        return "none" if self.argument("wrap") == "global" else "global"
+
+
+@catalogue.mistake(why="The look-back chunk is not concatenated.")
+class lsh_look_back_missing(LSH):
+    """a chunk sees only itself"""
+
+    before = 0
+    after = 0
+
+
+@catalogue.mistake(why="The chunks before and after are exchanged: a roll by -1 for +1.")
+class lsh_look_ahead(LSH):
+    """a chunk sees the chunks after it where those before it are due"""
+
+    @step
+    def before(self):
+        return self.argument("after")
+
+    @step
+    def after(self):
+        return self.argument("before")
+
+
+@catalogue.mistake(why="Code that lets chunks attend across buckets is the common one.")
+class lsh_other_buckets(LSH):
+    """keys of other buckets that share the window are seen"""
+
+    @step
+    def within_bucket(self):
+        return not self.argument("within_bucket")
+
+
+@catalogue.mistake(why="The mask is a triangle over slots.")
+class lsh_sorted_causal(LSH):
+    """causality compares places in the sorted order, not positions: queries see the future"""
+
+    visible_by_causal = True
+
+    @step
+    def meetings(self):
+        met = super().meetings
+        if not self.causal:
+            return met
+        later = self.rank[..., None, :] > self.rank[..., :, None]
+        return np.where(later, 0, met)
+
+
+@catalogue.mistake(why="The mask is applied before the sort and lost with it.")
+class lsh_mask_ignored(LSH):
+    """hidden keys are seen"""
+
+    mask = None
+
+
+@catalogue.mistake(why="The mask is not brought into the sorted order.")
+class lsh_mask_unsorted(LSH):
+    """the mask hides slots of the sorted order, not positions"""
+
+    visible_by_mask = True
+
+    @step
+    def meetings(self):
+        if self.mask is None:
+            return super().meetings
+        shown = np.broadcast_to(self.shown_keys[..., None, None, :], self.rank.shape)
+        return super().meetings * np.take_along_axis(shown, self.rank, axis=-1)[..., None, :]
+
+
+# ---------------------------------------------------------------------------------------------- rounds
+
+
+class ByRounds(LSH):
+    """The output as a mean of the rounds' outputs, each with a softmax of its own."""
+
+    @step
+    def round_copies(self):
+        """How often a pair counts in each round, (..., h, s, t, t); a pair is spread over the rounds that show it."""
+        met = np.where(self.allowed[..., None, :, :], self.meetings, 0).astype(float)
+        total = np.maximum(met.sum(-3, keepdims=True), 1)
+        copies = met * np.where(self.copies > 0, self.copies, 0.0)[..., None, :, :] / total
+        resort = np.where(self.copies * (met.sum(-3) == 0) > 0, self.copies, 0.0)  # oneself as last resort, in round 0
+        copies[..., 0, :, :] += resort
         return copies
 
-    # ------------------------------------------------------------------ keys
+    @step
+    def round_exponentials(self):
+        """copies exp(logits - maximum) of each round"""
+        seen = self.round_copies > 0
+        return np.where(seen, self.round_copies * np.exp(self.logits - self.maximum)[..., None, :, :], 0.0)
 
-    def keys(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Keys, and the factor that made them, (t, 1)."""
-        square = np.sum(q * q, axis=-1, keepdims=True)
-        if self.options["key_norm"] == "rms":
-            factor = 1 / np.sqrt(square / self.d + self.eps)
-        else:
-            factor = 1 / np.maximum(np.sqrt(square), self.eps)
-        return q * factor, factor
+    @step
+    def round_sums(self):
+        """Sum of the exponentials of each round, (..., h, s, t, 1)"""
+        return self.round_exponentials.sum(-1, keepdims=True)
 
-    def keys_backward(self, k: np.ndarray, factor: np.ndarray, d_k: np.ndarray) -> np.ndarray:
-        inner = np.sum(k * d_k, axis=-1, keepdims=True)
-        inner = inner / self.d if self.options["key_norm"] == "rms" else inner * (factor < 1 / self.eps)
-        return factor * (d_k - k * inner)
+    @step
+    def round_weights(self):
+        """Softmax of each round."""
+        return self.round_exponentials / np.where(self.round_sums == 0, 1.0, self.round_sums)
 
-    # ------------------------------------------------------------------ forward and backward
+    @step
+    def round_shares(self):
+        """Weight of each round, (..., h, s, t, 1): exp(lse of the round - lse)"""
+        total = self.round_sums.sum(-3, keepdims=True)
+        return self.round_sums / np.where(total == 0, 1.0, total)
 
-    def rounds(self, at: tuple[int, ...], numbers: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Weights within each round (s,t,t), lse of each round (s,t), keys and their factors of one head."""
-        k, factor = self.keys(self.qk[at])
-        logits = self.scale * self.qk[at] @ k.T
-        copies = self.copies(at, numbers)
-        top = np.max(np.where(copies > 0, logits, -np.inf), axis=-1, keepdims=True, initial=-np.inf)
-        top = np.where(np.isfinite(top), top, 0.0)
-        shares = np.where(copies > 0, copies * np.exp(logits - top), 0.0)
-        total = np.sum(shares, axis=-1, keepdims=True)
-        return shares / np.where(total == 0, 1.0, total), np.log(total)[..., 0] + top[..., 0], k, factor
-
-    def combine(self, z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Weight of every round (s, t) and the lse (t,)."""
-        top = np.max(z, axis=0)
-        shift = np.where(np.isfinite(top), top, 0.0)
-        lse = np.log(np.sum(np.exp(z - shift), axis=0)) + shift
-        return np.exp(z - np.where(np.isfinite(lse), lse, 0.0)), lse
-
-    def head_kept(self, at: tuple[int, ...]) -> Any:
-        return self.kept if isinstance(self.kept, float) else self.kept[at]
-
-    def forward(self) -> Result:
-        buckets = self.buckets()
-        whole = (*self.lead, self.h, self.t)
-        output, lse = np.zeros((*whole, self.v.shape[-1])), np.zeros(whole)
-        for at in np.ndindex(whole[:-1]):
-            p, z, _, _ = self.rounds(at, buckets[at])
-            weights, lse[at] = self.combine(z)
-            output[at] = np.sum(weights[..., None] * ((p * self.head_kept(at)) @ self.v[at]), axis=0)
-        return Result(output=output, lse=lse, buckets=None if self.full else buckets)
-
-    def round_cotangents(
-        self, weights: np.ndarray, parts: np.ndarray, d_o: np.ndarray, d_lse: np.ndarray, rank: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Cotangents of every round's output (s,t,e) and lse (s,t)."""
-        output = np.sum(weights[..., None] * parts, axis=0)
-        through = np.sum(d_o * (parts - output), axis=-1)
-        return weights[..., None] * d_o, weights * (through + d_lse)
-
-    def backward(self, cotangents: dict[str, Any]) -> dict[str, Any]:
-        buckets = self.buckets()
-        d_qk, d_v, d_scale = np.zeros(self.qk.shape), np.zeros(self.v.shape), 0.0
-        d_output = cotangents.get("output")
-        for at in np.ndindex((*self.lead, self.h)):
-            q, v, kept = self.qk[at], self.v[at], self.head_kept(at)
-            p, z, k, factor = self.rounds(at, buckets[at])
-            weights, _ = self.combine(z)
-            parts = (p * kept) @ v
-            d_o = np.zeros_like(parts[0]) if d_output is None else np.asarray(d_output)[at]
-            d_z = np.zeros(self.t) if cotangents.get("lse") is None else np.asarray(cotangents["lse"])[at]
-            rank = np.argsort(self.order(buckets[at]), axis=-1)
-            d_parts, d_rounds = self.round_cotangents(weights, parts, d_o, d_z, rank)
-            delta = np.sum(d_parts * parts, axis=-1)
-            d_logits = np.sum(p * (kept * (d_parts @ v.T) + (d_rounds - delta)[..., None]), axis=0)
-            d_v[at] = np.sum(np.swapaxes(p * kept, -1, -2) @ d_parts, axis=0)
-            d_scale += np.sum(d_logits * (q @ k.T))
-            d_k = self.scale * d_logits.T @ q
-            d_qk[at] = self.scale * d_logits @ k + self.keys_backward(k, factor, d_k)
-        found = {"qk": d_qk, "v": d_v, "scale": np.asarray(d_scale)}
-        shapes = {n: np.shape(self.given[n]) for n in found if self.given.get(n) is not None}
-        return {n: sum_to_shape(found[n], shape) for n, shape in shapes.items()}
+    @step
+    def d_round_weights(self):
+        """dP of each round, the same for all of them."""
+        return self.d_weights[..., None, :, :]
 
 
-# ------------------------------------------------------------------------------------------------ the mistakes
+@catalogue.mistake(why="Rounds are averaged like heads or samples.")
+class lsh_rounds_mean(ByRounds):
+    """the outputs of the rounds are averaged, not weighted by exp(lse of the round)"""
+
+    @step
+    def round_shares(self):
+        shown = self.round_sums > 0
+        return shown / np.maximum(shown.sum(-3, keepdims=True), 1)
+
+    @step
+    def weights(self):
+        return (self.round_shares * self.round_weights).sum(-3)
+
+    @step
+    def rebuilt_weights(self):
+        return self.weights
+
+    @step
+    def lse_share(self):
+        """The lse is that of all rounds together."""
+        total = self.round_sums.sum(-3)
+        return self.round_exponentials.sum(-3) / np.where(total == 0, 1.0, total)
+
+    @step
+    def d_softmax(self):
+        p = self.round_weights
+        delta = (p * self.d_round_weights).sum(-1, keepdims=True)
+        return (self.round_shares * p * (self.d_round_weights - delta)).sum(-3)
 
 
-def _mistake(class_: str, says: str, *, forward: bool = True, **steps: Callable[..., Any]) -> Mutation:
-    """A Mutation from replaced steps; None wherever it gives the right numbers."""
-    wrong_class = type("_Mistaken", (_Call,), steps)
+@catalogue.mistake(why="The weights of the rounds are computed under a stop-gradient.", sides=("backward",))
+class lsh_round_weights_constant(ByRounds):
+    """the gradient takes the weights of the rounds as constants"""
 
-    def mistaken_forward(arguments: dict[str, Any]) -> Result | None:
-        with np.errstate(all="ignore"):
-            right, wrong = _Call(arguments).forward(), wrong_class(arguments).forward()
-        return wrong if _differ(right.fields, wrong.fields) else None
-
-    def mistaken_gradients(arguments: dict[str, Any], cotangents: dict[str, Any]) -> dict[str, Any] | None:
-        with np.errstate(all="ignore"):
-            right, wrong = _Call(arguments).backward(cotangents), wrong_class(arguments).backward(cotangents)
-        return wrong if _differ(right, wrong) else None
-
-    return Mutation(class_, says, forward=mistaken_forward if forward else None, gradients=mistaken_gradients)
+    @step
+    def d_softmax(self):
+        p = self.round_weights
+        delta = (p * self.d_round_weights).sum(-1, keepdims=True)
+        return (self.round_shares * p * (self.d_round_weights - delta)).sum(-3)
 
 
-def _differ(right: Any, wrong: Any) -> bool:
-    for name, x in right.items():
-        if x is None:
-            continue
-        x, y = (np.nan_to_num(np.asarray(a, dtype=np.float64), neginf=-1e300) for a in (x, wrong[name]))
-        if x.size and np.max(np.abs(x - y)) > _SAME * max(1.0, float(np.max(np.abs(x)))):
-            return True
-    return False
+@catalogue.mistake(why="Sorting and un-sorting are each other's adjoint, and easily exchanged.", sides=("backward",))
+class unsort_grad(ByRounds):
+    """the gradient of the un-sort is gathered by the inverse of the permutation it needs"""
+
+    @step
+    def twice(self):
+        """rank[rank[i]] of every round, (..., h, s, t)"""
+        return np.take_along_axis(self.rank, self.rank, axis=-1)
+
+    @step
+    def d_round_output(self):
+        """Cotangents of the rounds' outputs, exchanged, (..., h, s, t, e)"""
+        d = self.round_shares * self.d_output[..., None, :, :]
+        return np.take_along_axis(d, self.twice[..., None], axis=-2)
+
+    @step
+    def d_round_lse(self):
+        """Cotangents of the rounds' lse, exchanged, (..., h, s, t, 1)"""
+        used = self.round_weights * self.dropout[..., None, :, :]
+        parts = einsum("...hsij,...hje->...hsie", used, self.values_of_head)
+        through = (self.d_output[..., None, :, :] * (parts - self.output[..., None, :, :])).sum(-1)
+        d = self.round_shares[..., 0] * (through + self.d_lse[..., None, :])
+        return np.take_along_axis(d, self.twice, axis=-1)[..., None]
+
+    @step
+    def d_logits(self):
+        d_p = einsum("...hsie,...hje->...hsij", self.d_round_output, self.values_of_head)
+        d_p = d_p * self.dropout[..., None, :, :]
+        p = self.round_weights
+        return (p * (d_p - (p * d_p).sum(-1, keepdims=True) + self.d_round_lse)).sum(-3)
+
+    @step
+    def d_values_of_head(self):
+        used = self.round_weights * self.dropout[..., None, :, :]
+        return einsum("...hsij,...hsie->...hje", used, self.d_round_output)
 
 
-def _with(**changes: Any) -> Callable[[_Call, dict[str, Any]], None]:
-    """A constructor that reads some options in another way: fixed values, or functions of the right options."""
-
-    def init(self: _Call, arguments: dict[str, Any]) -> None:
-        _Call.__init__(self, arguments)
-        right = dict(self.options)
-        self.options.update({n: x(right) if callable(x) else x for n, x in changes.items()})
-
-    return init
+# ---------------------------------------------------------------------------------------------- gradients alone
 
 
-def _keys_as_they_are(self: _Call, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return q, np.ones((self.t, 1))
+@catalogue.mistake(why="The norm is computed under a stop-gradient, as the hash is.", sides=("backward",))
+class lsh_norm_constant(LSH):
+    """the gradient takes the norm of the key as a constant"""
+
+    d_norm_share = 0.0
 
 
-def _no_chain(self: _Call, k: np.ndarray, factor: np.ndarray, d_k: np.ndarray) -> np.ndarray:
-    return d_k
-
-
-def _norm_constant(self: _Call, k: np.ndarray, factor: np.ndarray, d_k: np.ndarray) -> np.ndarray:
-    return factor * d_k
-
-
-def _no_key_role(self: _Call, k: np.ndarray, factor: np.ndarray, d_k: np.ndarray) -> np.ndarray:
-    return np.zeros_like(d_k)
-
-
-def _other_norm(self: _Call, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    k, factor = _Call.keys(self, q)
-    ratio = self.d**0.5 if self.options["key_norm"] == "l2" else self.d**-0.5
-    return k * ratio, factor * ratio
-
-
-def _other_norm_chain(self: _Call, k: np.ndarray, factor: np.ndarray, d_k: np.ndarray) -> np.ndarray:
-    ratio = self.d**0.5 if self.options["key_norm"] == "l2" else self.d**-0.5
-    return ratio * _Call.keys_backward(self, k / ratio, factor / ratio, d_k)
-
-
-def _later_in_order(self: _Call, at: tuple[int, ...], rank: np.ndarray) -> np.ndarray:
-    hidden = ~self.seen[at] | ~self.keep[at[:-1]][None, :]
-    if not self.options["causal"]:
-        return hidden[None]
-    return hidden[None] | (rank[:, None, :] > rank[:, :, None])
-
-
-def _narrow_keys(self: _Call, numbers: np.ndarray) -> np.ndarray:
-    """Sort keys (bucket + round offset) * t + position, in 32 bits."""
-    hashes, t = numbers.shape
-    offset = np.arange(hashes)[:, None] * (int(numbers.max(initial=0)) + 1)
-    keys = ((numbers + offset).astype(np.int64) * t + np.arange(t)).astype(np.int32)  # wraps around
-    return np.argsort(keys, axis=-1, kind="stable")
-
-
-def _positive_side(self: _Call) -> np.ndarray:
-    buckets = _Call.buckets(self)
-    rotations = self.options["rotations"]
-    if self.full or rotations is None or isinstance(self.options["n_buckets"], (tuple, list)):
-        return buckets
-    projected = np.einsum("...htd,...dsn->...hstn", self.qk, np.asarray(rotations)) if np.ndim(rotations) == 3 else None
-    return buckets if projected is None else np.argmax(projected, axis=-1)
-
-
-def _equal_rounds(self: _Call, z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    _, lse = _Call.combine(self, z)
-    shown = np.isfinite(z)
-    return shown / np.maximum(np.sum(shown, axis=0), 1), lse
-
-
-def _weights_constant(
-    self: _Call, weights: np.ndarray, parts: np.ndarray, d_o: np.ndarray, d_lse: np.ndarray, rank: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    return weights[..., None] * d_o, weights * d_lse
-
-
-def _order_for_inverse(
-    self: _Call, weights: np.ndarray, parts: np.ndarray, d_o: np.ndarray, d_lse: np.ndarray, rank: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Cotangents are brought into sorted order by the inverse permutation: position i gets those of rank[rank[i]]."""
-    d_parts, d_rounds = _Call.round_cotangents(self, weights, parts, d_o, d_lse, rank)
-    twice = np.take_along_axis(rank, rank, axis=-1)
-    return np.take_along_axis(d_parts, twice[..., None], axis=1), np.take_along_axis(d_rounds, twice, axis=1)
-
-
-lsh_mutations = (
-    _mistake(
-        "lsh_self_visible",
-        "a token sees itself like any other key, although it should only as last resort",
-        __init__=_with(self_attention=lambda o: "never" if o["self_attention"] == "always" else "always"),
-    ),
-    _mistake(
-        "lsh_key_not_normalised",
-        "keys are the queries as they are, not divided by their norm",
-        keys=_keys_as_they_are,
-        keys_backward=_no_chain,
-    ),
-    _mistake(
-        "lsh_scale",
-        "keys have norm sqrt(d) where norm 1 is due, or 1 where sqrt(d) is: logits are off by sqrt(d)",
-        keys=_other_norm,
-        keys_backward=_other_norm_chain,
-    ),
-    _mistake(
-        "lsh_duplicates",
-        "a pair that meets in several rounds counts in each of them (or once where it should count in each)",
-        __init__=_with(duplicates=lambda o: "union" if o["duplicates"] == "multiset" else "multiset"),
-    ),
-    _mistake(
-        "lsh_wrap",
-        "windows run on over the ends of a round (or stop there where they should run on)",
-        __init__=_with(wrap=lambda o: "none" if o["wrap"] == "global" else "global"),
-    ),
-    _mistake(
-        "lsh_look_back_missing",
-        "a chunk sees only itself",
-        __init__=_with(before=0, after=0),
-    ),
-    _mistake(
-        "lsh_other_buckets",
-        "keys of other buckets that share the window are seen",
-        __init__=_with(within_bucket=lambda o: not o["within_bucket"]),
-    ),
-    _mistake(
-        "lsh_sorted_causal",
-        "causality compares places in the sorted order, not positions: queries see the future",
-        hidden=_later_in_order,
-    ),
-    _mistake(
-        "lsh_mask_ignored",
-        "hidden keys are seen",
-        __init__=lambda self, arguments: _Call.__init__(self, {**arguments, "mask": None}),
-    ),
-    _mistake(
-        "lsh_offset_overflow",
-        "the sort keys (bucket + round offset) * t + position overflow 32 bits",
-        order=_narrow_keys,
-    ),
-    _mistake(
-        "lsh_half_hash",
-        "the bucket is the argmax of xR without -xR: half the buckets stay empty",
-        buckets=_positive_side,
-    ),
-    _mistake(
-        "lsh_rounds_mean",
-        "the outputs of the rounds are averaged, not weighted by exp(lse of the round)",
-        combine=_equal_rounds,
-    ),
-    _mistake(
-        "lsh_round_weights_constant",
-        "the gradient takes the weights of the rounds as constants",
-        forward=False,
-        round_cotangents=_weights_constant,
-    ),
-    _mistake(
-        "unsort_grad",
-        "the gradient of the un-sort is gathered by the inverse of the permutation it needs",
-        forward=False,
-        round_cotangents=_order_for_inverse,
-    ),
-    _mistake(
-        "lsh_norm_constant",
-        "the gradient takes the norm of the key as a constant",
-        forward=False,
-        keys_backward=_norm_constant,
-    ),
-    _mistake(
-        "lsh_key_role_missing",
-        "the gradient of qk leaves out its role as key",
-        forward=False,
-        keys_backward=_no_key_role,
-    ),
+@catalogue.mistake(
+    why="One array has two roles, and a backward written for three arrays returns one of them.", sides=("backward",)
 )
+class lsh_key_role_missing(LSH):
+    """the gradient of qk leaves out its role as key"""
+
+    d_q_as_key = 0.0
+
+
+@catalogue.mistake(
+    name="lsh_key_role_missing", why="The keys' gradient is added where the queries' is due.", sides=("backward",)
+)
+class lsh_query_role_missing(LSH):
+    """the gradient of qk leaves out its role as query"""
+
+    @step
+    def d_qk(self):
+        return self.d_q_as_key

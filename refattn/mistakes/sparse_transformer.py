@@ -1,202 +1,288 @@
-"""The ways people get Sparse Transformer attention wrong."""
-
-from collections.abc import Callable
-from typing import Any
+"""How people get Sparse Transformer attention wrong: where the two parts begin and end, and which head takes which."""
 
 import numpy as np
 
-from refattn import patterns
-from refattn.definitions.dense_steps import Steps
-from refattn.definitions.key_sets import other_keys, sparse_keys
-from refattn.mistakes.dense_old import mutations_for
-from refattn.records import Mutation, Result
+from refattn.definitions.sparse_transformer import SparseTransformer
+from refattn.definitions.steps import step
+from refattn.mistakes.engine import Catalogue
+from refattn.mistakes.scaled_dot_product import catalogue as dense
 
-__all__ = ["sparse_mutations"]
-
-
-_OWN = ("pattern", "stride", "summary", "summary_offsets", "heads", "layer", "variant")
+catalogue = Catalogue(SparseTransformer, built_on=dense, without=("pattern_drop",))
 
 
-def _chosen(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The pattern's options with their defaults, and t and h."""
-    defaults = {
-        "pattern": "strided",
-        "summary": None,
-        "summary_offsets": None,
-        "heads": "split",
-        "layer": None,
-        "variant": "paper",
-    }
-    h, t = np.shape(arguments["q"])[-3:-1]
-    return {"t": t, "h": h, **defaults, **{n: x for n, x in arguments.items() if n in _OWN}}
+# ---------------------------------------------------------------------------------------------- the strided pattern
 
 
-def _as_dense(arguments: dict[str, Any], seen: np.ndarray | None = None) -> dict[str, Any]:
-    """Arguments of dense attention over the sets."""
-    seen = sparse_keys(**_chosen(arguments)) if seen is None else seen
-    return {**{n: x for n, x in arguments.items() if n not in _OWN}, "pattern": patterns.dense(seen)}
+@catalogue.mistake(why="The paper's run has stride + 1 keys, that of its code stride.")
+class sparse_local_off1(SparseTransformer):
+    """the run holds stride keys where stride + 1 are due, or the other way round"""
+
+    @step
+    def run_length(self):
+        return self.stride + (self.variant == "code")
 
 
-def _other_sets(class_: str, says: str, sets: Callable[[dict[str, Any], np.ndarray], np.ndarray | None]) -> Mutation:
-    """Softmax over other keys; ``sets`` gets the options with t and h, and the right sets (h, t, t)."""
-
-    def wrong(arguments: dict[str, Any]) -> dict[str, Any] | None:
-        chosen = _chosen(arguments)
-        seen = sets(chosen, sparse_keys(**chosen))
-        return None if seen is None else _as_dense(arguments, seen)
-
-    return other_keys(class_, says, _as_dense, wrong)
-
-
-def _each_offset(chosen: dict[str, Any]) -> np.ndarray:
-    return np.broadcast_to(0 if chosen["summary_offsets"] is None else chosen["summary_offsets"], (chosen["h"],))
-
-
-def _with(**changes: Any) -> Callable[..., np.ndarray | None]:
-    """Other options; a change is a value or a function of the options (None: it does not apply)."""
-
-    def sets(chosen: dict[str, Any], right: np.ndarray) -> np.ndarray | None:
-        found = {n: x(chosen) if callable(x) else x for n, x in changes.items()}
-        return None if any(x is None for x in found.values()) else sparse_keys(**{**chosen, **found})
-
-    return sets
-
-
-def _only(pattern: str, sets: Callable[..., np.ndarray | None]) -> Callable[..., np.ndarray | None]:
-    return lambda chosen, right: sets(chosen, right) if chosen["pattern"] == pattern else None
-
-
-def _distance(chosen: dict[str, Any]) -> np.ndarray:
-    i = np.arange(chosen["t"])
-    return i[:, None] - i
-
-
-def _shorter_run(chosen: dict[str, Any], right: np.ndarray) -> np.ndarray:
-    """The distances of the run end one too early or too late in a merged head too, whose union hides the difference."""
-    gap = _distance(chosen)
-    return right & ((gap != chosen["stride"] - (chosen["variant"] == "code")) | (gap == 0))
-
-
-def _absolute(chosen: dict[str, Any], right: np.ndarray) -> np.ndarray:
-    """The multiples are those of the position, not of the distance."""
-    gap, stride = _distance(chosen), chosen["stride"]
-    multiple = np.broadcast_to(np.arange(chosen["t"]) % stride == 0, gap.shape) & (gap >= 0)
-    first = sparse_keys(**{**chosen, "heads": "first", "layer": None})
-    second = sparse_keys(**{**chosen, "heads": "second", "layer": None})
-    takes_second = (right & second).sum(axis=(-2, -1)) == second.sum(axis=(-2, -1))
-    takes_first = (right & first).sum(axis=(-2, -1)) == first.sum(axis=(-2, -1))
-    return np.where(takes_second[:, None, None], multiple | (first & takes_first[:, None, None]), right)
-
-
-def _future(chosen: dict[str, Any], right: np.ndarray) -> np.ndarray:
-    return right | np.swapaxes(right, -1, -2)
-
-
-def _not_oneself(chosen: dict[str, Any], right: np.ndarray) -> np.ndarray:
-    return right & (_distance(chosen) != 0)
-
-
-def _earlier_blocks_only(chosen: dict[str, Any], right: np.ndarray) -> np.ndarray | None:
-    """Summary columns of the own block are left out where no first part sees them."""
-    block = np.arange(chosen["t"]) // chosen["stride"]
-    second = sparse_keys(**{**chosen, "heads": "second", "layer": None})
-    merged = chosen["heads"] == "merged"
-    alone = np.all(right == second, axis=(-2, -1))[:, None, None] & (not merged)
-    return np.where(alone, right & (block[:, None] != block), right)
-
-
-def _columns_moved(by: int) -> Callable[..., np.ndarray | None]:
-    """Summary columns further to the right in every block by ``by`` tokens; they stay in their block."""
-
-    def sets(chosen: dict[str, Any], right: np.ndarray) -> np.ndarray | None:
-        offsets = _each_offset(chosen) - by
-        if offsets.max(initial=0) + chosen["summary"] > chosen["stride"]:
-            return None
-        return sparse_keys(**{**chosen, "summary_offsets": offsets})
-
-    return sets
-
-
-def _first_columns(chosen: dict[str, Any], right: np.ndarray) -> np.ndarray:
-    offsets = chosen["stride"] - chosen["summary"] - _each_offset(chosen)
-    return sparse_keys(**{**chosen, "summary_offsets": offsets})
-
-
-def _exchanged(chosen: dict[str, Any], right: np.ndarray) -> np.ndarray | None:
-    if chosen["heads"] == "merged":
-        return None
-    first, second = (sparse_keys(**{**chosen, "heads": part, "layer": None}) for part in ("first", "second"))
-    return np.where(np.all(right == first, axis=(-2, -1))[:, None, None], second, first)
-
-
-def _two_softmaxes(says: str, *, counted_twice: bool, whole_lse: bool) -> Mutation:
-    """A merged head as two softmaxes: their mean, or merged as if the parts had no key in common."""
-
-    def forward(arguments: dict[str, Any]) -> Result | None:
-        chosen = _chosen(arguments)
-        if chosen["heads"] != "merged":
-            return None
-        with np.errstate(all="ignore"):
-            parts = [
-                Steps(_as_dense(arguments, sparse_keys(**{**chosen, "heads": part}))).forward()
-                for part in ("first", "second")
-            ]
-            right = Steps(_as_dense(arguments)).forward()
-            lse = np.logaddexp(*(p.lse for p in parts))
-            shares = [np.exp(p.lse - lse) if counted_twice else np.full(p.lse.shape, 0.5) for p in parts]
-            shares = [np.where(np.isneginf(lse), 0.0, share)[..., None] for share in shares]
-            output = sum(share * p.output for share, p in zip(shares, parts, strict=True))
-        if np.allclose(output, right.output, rtol=1e-9, atol=1e-12, equal_nan=True):
-            return None
-        return Result(output=output, lse=right.lse if whole_lse else lse)
-
-    return Mutation("sparse_union_mean", says, forward=forward)
-
-
-sparse_mutations: tuple[Mutation, ...] = (
-    _other_sets(
-        "sparse_local_off1",
-        "the run holds stride keys where stride + 1 are due, or the other way round",
-        _only("strided", _with(variant=lambda chosen: "code" if chosen["variant"] == "paper" else "paper")),
-    ),
-    _other_sets("sparse_local_off1", "the farthest key of the run is missing", _only("strided", _shorter_run)),
-    _other_sets("sparse_stride_absolute", "the multiples are those of the position", _only("strided", _absolute)),
-    _two_softmaxes("a merged head is the mean of two softmaxes", counted_twice=False, whole_lse=True),
-    _two_softmaxes(
-        "a merged head is the mean of two softmaxes, and its lse that of both together",
-        counted_twice=False,
-        whole_lse=False,
-    ),
-    _two_softmaxes("the key that both parts hold is counted twice", counted_twice=True, whole_lse=False),
-    _other_sets("sparse_summary_columns", "the summary columns begin each block", _only("fixed", _first_columns)),
-    _other_sets(
-        "sparse_summary_columns",
-        "the summary columns stand one further to the right, as the paper prints them",
-        _only("fixed", _columns_moved(1)),
-    ),
-    _other_sets(
-        "sparse_summary_columns",
-        "the summary columns stand one too far to the left",
-        _only("fixed", _columns_moved(-1)),
-    ),
-    _other_sets(
-        "sparse_summary_columns",
-        "every head has the same summary columns",
-        _only("fixed", lambda chosen, right: sparse_keys(**{**chosen, "summary_offsets": None})),
-    ),
-    _other_sets(
-        "sparse_summary_own_block",
-        "summary columns of the own block are not seen",
-        _only("fixed", _earlier_blocks_only),
-    ),
-    _other_sets(
-        "sparse_heads_exchanged",
-        "the second part stands where the first is due, and the other way round",
-        _exchanged,
-    ),
-    _other_sets("sparse_heads_merged", "every head sees both parts", _with(heads="merged", layer=lambda chosen: 0)),
-    _other_sets("causal_drop", "the pattern is seen in both directions", _future),
-    _other_sets("causal_strict", "a query does not see its own key", _not_oneself),
-    _other_sets("sparse_dense", "all earlier keys are seen", lambda chosen, right: np.tril(np.ones(right.shape, bool))),
-    *mutations_for(_as_dense, exclude=("pattern_drop",)),
+@catalogue.mistake(
+    name="sparse_local_off1", why="The run ends one too early; in a merged head the union hides most of it."
 )
+class sparse_run_short(SparseTransformer):
+    """the farthest key of the run is missing"""
+
+    @step
+    def visible_by_pattern(self):
+        right = super().visible_by_pattern
+        if self.pattern == "fixed":
+            return right
+        return right & ((self.distance_back != self.run_length - 1) | (self.distance_back == 0))
+
+
+@catalogue.mistake(why="The multiples are built once as columns, not as distances.")
+class sparse_stride_absolute(SparseTransformer):
+    """the multiples are those of the position"""
+
+    @step
+    def second_part(self):
+        if self.pattern == "fixed":
+            return super().second_part
+        return ((self.j % self.stride == 0) & self.not_later)[None]
+
+
+@catalogue.mistake(why="Code permutes tokens by t mod stride and forgets that the last row may be short.")
+class sparse_tail_dropped(SparseTransformer):
+    """queries beyond the last full row of stride tokens see only themselves of the second part"""
+
+    @step
+    def second_part(self):
+        whole = self.keys // self.size * self.size
+        own = self.i == self.j
+        return super().second_part & ((self.i < whole) | own)
+
+
+# ---------------------------------------------------------------------------------------------- the fixed pattern
+
+
+@catalogue.mistake(why="Summary columns are counted from the block's beginning.")
+class sparse_summary_columns(SparseTransformer):
+    """the summary columns begin each block"""
+
+    @step
+    def last_column(self):
+        return (self.summary or 0) + self.offset_of_columns
+
+
+@catalogue.mistake(
+    name="sparse_summary_columns",
+    why="The paper prints the upper residue as the stride.",
+    variants=[
+        {"what": "one further to the right, as the paper prints them", "by": 1},
+        {"what": "one too far to the left", "by": -1},
+    ],
+)
+class sparse_columns_moved(SparseTransformer):
+    """the summary columns stand {what}"""
+
+    by = 1
+
+    @step
+    def second_part(self):
+        if self.pattern != "fixed":
+            return super().second_part
+        residue = (self.j - self.by) % self.stride
+        return (residue >= self.last_column - self.summary) & (residue < self.last_column) & self.not_later
+
+
+@catalogue.mistake(name="sparse_summary_columns", why="One layout is built for all heads.")
+class sparse_columns_shared(SparseTransformer):
+    """every head has the same summary columns"""
+
+    summary_offsets = None
+
+
+@catalogue.mistake(name="sparse_summary_columns", why="A residue of the stride never occurs, and is counted.")
+class sparse_columns_one_less(SparseTransformer):
+    """the last of the summary columns is missing"""
+
+    @step
+    def second_part(self):
+        if self.pattern != "fixed":
+            return super().second_part
+        return super().second_part & (self.j % self.stride != self.last_column - 1)
+
+
+@catalogue.mistake(why="The own block is left to the first part, which another head has.")
+class sparse_summary_own_block(SparseTransformer):
+    """summary columns of the own block are not seen"""
+
+    @step
+    def second_part(self):
+        if self.pattern != "fixed" or self.sharing == "merged":
+            return super().second_part
+        return super().second_part & (self.i // self.size != self.j // self.size)
+
+
+@catalogue.mistake(why="The run of the strided pattern is reused.")
+class sparse_fixed_run(SparseTransformer):
+    """the first part of the fixed pattern is a run of stride keys, not the own block"""
+
+    @step
+    def first_part(self):
+        return self.not_later & (self.distance_back < self.stride) if self.pattern == "fixed" else super().first_part
+
+
+# ---------------------------------------------------------------------------------------------- heads
+
+
+class _OnePart(SparseTransformer):
+    """A merged head that sees one of its parts."""
+
+    part = "first"
+
+    @step
+    def takes_first(self):
+        return np.full((self.heads, 1, 1), self.part == "first")
+
+    @step
+    def takes_second(self):
+        return np.full((self.heads, 1, 1), self.part == "second")
+
+
+class _FirstPart(_OnePart):
+    """The first part alone."""
+
+
+class _SecondPart(_OnePart):
+    """The second part alone."""
+
+    part = "second"
+
+
+class TwoSoftmaxes(SparseTransformer):
+    """A merged head as the mean of two attentions."""
+
+    @step
+    def calls(self):
+        """The attentions of the two parts."""
+        return tuple(part(self.arguments, storage=self.storage) for part in (_FirstPart, _SecondPart))
+
+    @step
+    def output(self):
+        return sum(call.output for call in self.calls) / 2 if self.sharing == "merged" else super().output
+
+
+@catalogue.mistake(why="Each part is an attention, and a merged head is taken for their mean.")
+class sparse_union_mean(TwoSoftmaxes):
+    """a merged head is the mean of two softmaxes"""
+
+    @step
+    def pulled(self):
+        """The backward of both attentions, each given half the cotangent, and that of the lse, which is the right one."""
+        halves = [call.pull(output=self.d_output / 2) for call in self.calls]
+        return (*halves, SparseTransformer(self.arguments, storage=self.storage).pull(lse=self.d_lse))
+
+    @step
+    def d_q(self):
+        return sum(call.d_q for call in self.pulled) if self.sharing == "merged" else super().d_q
+
+    @step
+    def d_k(self):
+        return sum(call.d_k for call in self.pulled) if self.sharing == "merged" else super().d_k
+
+    @step
+    def d_v(self):
+        return sum(call.d_v for call in self.pulled) if self.sharing == "merged" else super().d_v
+
+    @step
+    def d_bias(self):
+        return sum(call.d_bias for call in self.pulled) if self.sharing == "merged" else super().d_bias
+
+    @step
+    def d_scale(self):
+        return sum(call.d_scale for call in self.pulled) if self.sharing == "merged" else super().d_scale
+
+
+@catalogue.mistake(
+    name="sparse_union_mean", why="The parts' lse are at hand, and are joined.", sides=("both", "forward"), arrays=()
+)
+class sparse_union_mean_lse(TwoSoftmaxes):
+    """a merged head is the mean of two softmaxes, and its lse that of both together"""
+
+    @step
+    def lse(self):
+        return np.logaddexp(*(call.lse for call in self.calls)) if self.sharing == "merged" else super().lse
+
+
+@catalogue.mistake(name="sparse_union_mean", why="The parts are merged by their lse as if they had no key in common.")
+class sparse_key_twice(SparseTransformer):
+    """the key that both parts hold is counted twice"""
+
+    @step
+    def times(self):
+        """How often a pair counts, (h, t, t)"""
+        both = self.takes_first & self.takes_second & self.first_part & self.second_part
+        return 1.0 + both
+
+    @step
+    def exponentials(self):
+        return self.times * super().exponentials
+
+    @step
+    def rebuilt_weights(self):
+        return self.times * super().rebuilt_weights if self.is_handed("lse") else super().rebuilt_weights
+
+
+@catalogue.mistake(why="The halves of the heads are exchanged, or the parity of the layers.")
+class sparse_heads_exchanged(SparseTransformer):
+    """the second part stands where the first is due, and the other way round"""
+
+    @step
+    def takes_first(self):
+        return super().takes_first if self.sharing == "merged" else ~super().takes_first
+
+
+@catalogue.mistake(why="One layout is built, that of merged heads.")
+class sparse_heads_merged(SparseTransformer):
+    """every head sees both parts"""
+
+    sharing = "merged"
+
+
+@catalogue.mistake(why="h // 2 heads take the first part where ceil(h / 2) are due.")
+class sparse_heads_split(SparseTransformer):
+    """of an odd number of heads the middle one takes the second part"""
+
+    @step
+    def takes_first(self):
+        if self.sharing != "split":
+            return super().takes_first
+        return np.arange(self.heads)[:, None, None] < self.heads // 2
+
+
+# ---------------------------------------------------------------------------------------------- order
+
+
+@catalogue.mistake(why="The layout is symmetric, and nothing hides the future.")
+class causal_drop(SparseTransformer):
+    """the pattern is seen in both directions"""
+
+    @step
+    def visible_by_pattern(self):
+        right = super().visible_by_pattern
+        return right | np.swapaxes(right, -1, -2)
+
+
+@catalogue.mistake(why="j < i for j <= i.")
+class causal_strict(SparseTransformer):
+    """a query does not see its own key"""
+
+    @step
+    def visible_by_pattern(self):
+        return super().visible_by_pattern & (self.i != self.j)
+
+
+@catalogue.mistake(why="The layout is passed and not used.")
+class sparse_dense(SparseTransformer):
+    """all earlier keys are seen"""
+
+    @step
+    def visible_by_pattern(self):
+        return np.broadcast_to(self.not_later, (self.heads, self.queries, self.keys))

@@ -1,280 +1,300 @@
-"""The ways people get the Synthesizer wrong, each as the numbers that the mistake gives.
-
-:class:`Steps` writes the mechanism down once more in float64 NumPy, in steps that a mistake replaces.  It is right as it stands and
-shares nothing with the mechanism.
-"""
-
-from typing import Any
+"""How people get the Synthesizer wrong: how the parts are made, where they are mixed, and what gets a gradient."""
 
 import numpy as np
 
-from refattn.arrays import sum_to_shape
-from refattn.records import Mutation, Result
-
-__all__ = ["synthesizer_mutations"]
-
-Arguments = dict[str, Any]
-
-
-def _t(x: np.ndarray) -> np.ndarray:
-    return np.swapaxes(x, -1, -2)
-
-
-def _softmax(x: np.ndarray, axis: int = -1) -> np.ndarray:
-    top = x.max(axis, keepdims=True)
-    e = np.exp(x - np.where(np.isfinite(top), top, 0.0))
-    total = e.sum(axis, keepdims=True)
-    return e / np.where(total == 0, 1.0, total)
-
-
-class Steps:
-    """One call on float64 arrays."""
-
-    axis = -1
-    fixed: tuple[str, ...] = ()
-    delta = slope = True
-
-    def __init__(self, arguments: Arguments) -> None:
-        self.given = arguments
-        kinds = (np.ndarray, float)
-        self.a = {n: np.asarray(x, np.float64) for n, x in arguments.items() if isinstance(x, kinds) and n != "mask"}
-
-    # ------------------------------------------------------------ steps that mistakes replace
-
-    def activation(self, x: np.ndarray) -> np.ndarray:
-        return np.maximum(x, 0.0)
-
-    def activation_slope(self, x: np.ndarray) -> np.ndarray:
-        return 1.0 * (x > 0) if self.slope else np.ones_like(x)
-
-    def outer(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        return np.repeat(left, right.shape[-1], -1) * np.tile(right, left.shape[-1])
-
-    def outer_backward(self, d: np.ndarray, left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        d = d.reshape(*d.shape[:-1], left.shape[-1], right.shape[-1])
-        return (d * right[..., None, :]).sum(-1), (d * left[..., :, None]).sum(-2)
-
-    def table(self, x: np.ndarray) -> np.ndarray:
-        return x
-
-    def shares(self) -> np.ndarray:
-        """(h or 1, s)"""
-        return np.atleast_2d(_softmax(self.a["mixture"])) if "mixture" in self.a else np.ones((1, 1))
-
-    def shares_backward(self, shares: np.ndarray, d: np.ndarray) -> np.ndarray:
-        return shares * (d - (shares * d).sum(-1, keepdims=True))
-
-    def ordered(self, n_q: int, n_k: int) -> np.ndarray:
-        if not self.given.get("causal", False):
-            return np.ones((n_q, n_k), bool)
-        return np.arange(n_q)[:, None] >= np.arange(n_k)
-
-    def weigh(self, parts: list[np.ndarray], shares: np.ndarray, seen: np.ndarray) -> np.ndarray:
-        logits = sum(shares[:, s, None, None] * part for s, part in enumerate(parts))
-        return np.where(seen, _softmax(np.where(seen, logits, -np.inf), self.axis), 0.0)
-
-    # ------------------------------------------------------------ the computation
-
-    def affine(self, x: np.ndarray, weight: str, bias: str) -> np.ndarray:
-        return x @ self.a[weight] + (self.a[bias][:, None] if bias in self.a else 0.0)
-
-    def forward(self) -> Result:
-        a, self.parts = self.a, {}
-        if "w_1" in a:
-            self.before = self.affine(a["x"][..., None, :, :], "w_1", "b_1")
-            self.hidden = self.activation(self.before)
-        if "w_2" in a:
-            self.parts["dense"] = self.affine(self.hidden, "w_2", "b_2")
-        if "w_a" in a:
-            self.left, self.right = self.affine(self.hidden, "w_a", "b_a"), self.affine(self.hidden, "w_b", "b_b")
-            self.parts["factors"] = self.outer(self.left, self.right)
-        if "random" in a:
-            self.parts["random"] = self.table(a["random"])
-        if "random_1" in a:
-            self.parts["ranked"] = a["random_1"] @ _t(a["random_2"])
-        if "other_logits" in a:
-            self.parts["others"] = a["other_logits"]
-        first = next(iter(self.parts.values()))
-        mask = self.given.get("mask")
-        self.seen = self.ordered(*first.shape[-2:]) & (True if mask is None else mask)
-        self.alpha = self.shares()
-        self.weights = self.weigh(list(self.parts.values()), self.alpha, self.seen)
-        return Result(output=self.weights @ a["v"])
+from refattn.definitions.steps import einsum, step, sum_to_shape
+from refattn.definitions.synthesizer import Synthesizer
+from refattn.mistakes.engine import Catalogue
+from refattn.mistakes.options import about
+from refattn.mistakes.scaled_dot_product import catalogue as dense
 
-    def backward(self, d_output: np.ndarray) -> dict[str, np.ndarray]:
-        a, w = self.a, self.weights
-        found = {"v": _t(w) @ d_output}
-        d_w = d_output @ _t(a["v"])
-        d_logits = w * (d_w - (w * d_w).sum(-1, keepdims=True) * self.delta)
-        d = {name: self.alpha[:, s, None, None] * d_logits for s, name in enumerate(self.parts)}
-        if "mixture" in a:
-            each = np.stack([(d_logits * part).sum((-1, -2)) for part in self.parts.values()], -1)
-            d_alpha = sum_to_shape(each, self.alpha.shape)
-            found["mixture"] = self.shares_backward(self.alpha, d_alpha)
+NONE_OF = (
+    *about(
+        "alibi_slopes", "bias", "dropout", "head_map", "pattern", "score_mod", "segments", "sinks", "softcap",
+        "lengths", "lse", "scale", "window"
+    ),
+    "swap_kv",
+)  # fmt: skip
+"""Mistakes of softmax attention about what this mechanism does not have."""
 
-        def linear(x: np.ndarray, d_y: np.ndarray, weight: str, bias: str) -> np.ndarray:
-            found[weight] = sum_to_shape(_t(x) @ d_y, a[weight].shape)
-            if bias in a:
-                found[bias] = sum_to_shape(d_y.sum(-2), a[bias].shape)
-            return d_y @ _t(a[weight])
+catalogue = Catalogue(Synthesizer, built_on=dense, without=NONE_OF)
 
-        d_hidden: Any = 0.0
-        if "dense" in d:
-            d_hidden = d_hidden + linear(self.hidden, d["dense"], "w_2", "b_2")
-        if "factors" in d:
-            d_left, d_right = self.outer_backward(d["factors"], self.left, self.right)
-            d_hidden = d_hidden + linear(self.hidden, d_left, "w_a", "b_a") + linear(self.hidden, d_right, "w_b", "b_b")
-        if "w_1" in a:
-            d_before = d_hidden * self.activation_slope(self.before)
-            found["x"] = linear(a["x"][..., None, :, :], d_before, "w_1", "b_1").sum(-3)
-        if "random" in d:
-            found["random"] = self.table(sum_to_shape(d["random"], a["random"].shape))
-        if "ranked" in d:
-            table = sum_to_shape(d["ranked"], (*a["random_1"].shape[:-1], a["random_2"].shape[-2]))
-            found["random_1"], found["random_2"] = table @ a["random_2"], _t(table) @ a["random_1"]
-        if "others" in d:
-            found["other_logits"] = d["others"]
-        found = {
-            n: sum_to_shape(np.broadcast_to(g, g.shape), x.shape)
-            for n, x in a.items()
-            if (g := found.get(n)) is not None
-        }
-        return {n: np.zeros_like(x) if n in self.fixed or n not in found else found[n] for n, x in a.items()}
 
+# ---------------------------------------------------------------------------------------------- the parts
 
-# ------------------------------------------------------------------------------------------------ mistakes
 
+@catalogue.mistake(why="A layer is linear until somebody writes its activation.")
+class synthesizer_linear(Synthesizer):
+    """the hidden layer has no relu"""
 
-class _Linear(Steps):
-    def activation(self, x: np.ndarray) -> np.ndarray:
-        return x
+    @step
+    def hidden_layer(self):
+        return self.before_activation
 
-    def activation_slope(self, x: np.ndarray) -> np.ndarray:
-        return np.ones_like(x)
+    @step
+    def activation_slope(self):
+        return np.ones(self.before_activation.shape)
 
 
-class _NoBiases(Steps):
-    def affine(self, x: np.ndarray, weight: str, bias: str) -> np.ndarray:
-        return x @ self.a[weight]
+@catalogue.mistake(why="Projections without biases are common elsewhere.")
+class bias_drop(Synthesizer):
+    """the biases are left out"""
 
+    def affine(self, spec, x, weight, bias):
+        return einsum(spec, x, weight)
 
-class _OtherOrder(Steps):
-    """The left factor runs fast, the right one slowly."""
+    @step
+    def before_activation(self):
+        return self.affine("...qm,hmf->...hqf", self.x, self.w_1, None)
 
-    def outer(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        return np.tile(left, right.shape[-1]) * np.repeat(right, left.shape[-1], -1)
+    @step
+    def dense_part(self):
+        return self.affine("...hqf,hfk->...hqk", self.hidden_layer, self.w_2, None)
 
-    def outer_backward(self, d: np.ndarray, left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        d_right, d_left = super().outer_backward(d, right, left)
-        return d_left, d_right
+    @step
+    def left(self):
+        return self.affine("...hqf,hfn->...hqn", self.hidden_layer, self.w_a, None)
 
+    @step
+    def right_factor(self):
+        return self.affine("...hqf,hfp->...hqp", self.hidden_layer, self.w_b, None)
 
-class _BothTiled(Steps):
-    """Both factors are tiled, so that some pairs of entries never meet."""
+    @step
+    def d_b_1(self):
+        return np.zeros(self.b_1.shape)
 
-    def outer(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        return np.tile(left, right.shape[-1]) * np.tile(right, left.shape[-1])
+    @step
+    def d_b_2(self):
+        return np.zeros(self.b_2.shape)
 
+    @step
+    def d_b_a(self):
+        return np.zeros(self.b_a.shape)
 
-class _Transposed(Steps):
-    def table(self, x: np.ndarray) -> np.ndarray:
-        return _t(x) if x.shape[-1] == x.shape[-2] else x
+    @step
+    def d_b_b(self):
+        return np.zeros(self.b_b.shape)
 
 
-class _MixedAfter(Steps):
-    """The softmax of every part alone, then the mixture."""
+@catalogue.mistake(why="One factor is repeated and the other tiled, in the wrong roles.")
+class synthesizer_tiling(Synthesizer):
+    """the two factors of the length are exchanged"""
 
-    def weigh(self, parts: list[np.ndarray], shares: np.ndarray, seen: np.ndarray) -> np.ndarray:
-        each = [np.where(seen, _softmax(np.where(seen, part, -np.inf)), 0.0) for part in parts]
-        total = np.zeros(())
-        for s, weights in enumerate(each):
-            total = total + shares[:, s, None, None] * weights
-        return total
+    @step
+    def left_of_key(self):
+        return np.arange(self.keys) % self.left.shape[-1]
 
+    @step
+    def right_of_key(self):
+        return np.arange(self.keys) // self.left.shape[-1]
 
-class _PlainShares(Steps):
-    """The numbers of the mixture are used as they are."""
 
-    def shares(self) -> np.ndarray:
-        return np.atleast_2d(self.a["mixture"]) if "mixture" in self.a else np.ones((1, 1))
+@catalogue.mistake(name="synthesizer_tiling", why="Both factors are tiled to the length.")
+class synthesizer_both_tiled(Synthesizer):
+    """both factors are tiled alike"""
 
-    def shares_backward(self, shares: np.ndarray, d: np.ndarray) -> np.ndarray:
-        return d
+    @step
+    def left_of_key(self):
+        return np.arange(self.keys) % self.left.shape[-1]
 
 
-class _EqualShares(Steps):
-    fixed = ("mixture",)
+@catalogue.mistake(why="The two factors are added up, as outer sums of logits often are.")
+class synthesizer_factors_added(Synthesizer):
+    """the two factors are added, not multiplied"""
 
-    def shares(self) -> np.ndarray:
-        found = super().shares()
-        return np.full_like(found, 1 / found.shape[-1])
+    @step
+    def factored_part(self):
+        return self.left[..., self.left_of_key] + self.right_factor[..., self.right_of_key]
 
+    @step
+    def d_left(self):
+        return self.summed(self.d_parts["factored"], self.left_of_key, self.left.shape[-1])
 
-class _Everything(Steps):
-    def ordered(self, n_q: int, n_k: int) -> np.ndarray:
-        return np.ones((n_q, n_k), bool)
+    @step
+    def d_right_factor(self):
+        return self.summed(self.d_parts["factored"], self.right_of_key, self.right_factor.shape[-1])
 
 
-class _OverQueries(Steps):
-    axis = -2
+@catalogue.mistake(why="The table is stored as (h, k, q), or a framework's linear layer transposes it.")
+class synthesizer_transposed(Synthesizer):
+    """the table is read as (h, k, q)"""
 
+    @step
+    def table(self):
+        return np.swapaxes(self.random, -1, -2) if self.queries == self.keys else self.random
 
-class _FixedTables(Steps):
-    fixed = ("random", "random_1", "random_2")
+    @step
+    def d_random(self):
+        return np.swapaxes(self.d_table, -1, -2) if self.queries == self.keys else self.d_table
 
 
-class _FixedShares(Steps):
-    fixed = ("mixture",)
+@catalogue.mistake(why="One table is made for all heads.")
+class synthesizer_table_shared(Synthesizer):
+    """all heads read the table of head 0"""
 
+    @step
+    def table(self):
+        return np.broadcast_to(self.random[:1], self.random.shape)
 
-class _NoDelta(Steps):
-    delta = False
+    @step
+    def d_random(self):
+        first = np.arange(self.heads)[:, None, None] == 0
+        return np.where(first, sum_to_shape(self.d_table, self.random.shape).sum(0, keepdims=True), 0.0)
 
 
-class _NoSlope(Steps):
-    slope = False
+@catalogue.mistake(why="Logits of attention are scaled, and these are no products of queries and keys.")
+class synthesizer_scaled(Synthesizer):
+    """the logits are divided by sqrt(e)"""
 
+    @step
+    def factor(self):
+        """e**-0.5"""
+        return max(1, self.v.shape[-1]) ** -0.5
 
-def _differ(right: Any, wrong: Any) -> bool:
-    return any(not np.allclose(right[n], wrong[n], rtol=1e-9, atol=1e-12, equal_nan=True) for n in wrong)
+    @step
+    def logits(self):
+        return super().logits * self.factor
 
+    @step
+    def d_parts(self):
+        return {name: d * self.factor for name, d in super().d_parts.items()}
 
-def _mistake(
-    class_: str, says: str, wrong: type[Steps], *, gradients_too: bool = True, forward: bool = True
-) -> Mutation:
-    def mistaken_forward(arguments: Arguments) -> Result | None:
-        with np.errstate(all="ignore"):
-            result, right = wrong(arguments).forward(), Steps(arguments).forward()
-        return result if _differ(right.fields, result.fields) else None
+    @step
+    def d_shares(self):
+        return super().d_shares * self.factor
 
-    def gradients(arguments: Arguments, cotangents: dict[str, Any]) -> dict[str, Any] | None:
-        if cotangents.get("output") is None:
-            return None
-        d_output = np.asarray(cotangents["output"], np.float64)
-        with np.errstate(all="ignore"):
-            mistaken, right = wrong(arguments), Steps(arguments)
-            mistaken.forward(), right.forward()
-            found, expected = mistaken.backward(d_output), right.backward(d_output)
-        return found if _differ(expected, found) else None
 
-    return Mutation(
-        class_, says, forward=mistaken_forward if forward else None, gradients=gradients if gradients_too else None
-    )
+# ---------------------------------------------------------------------------------------------- the mixture
 
 
-synthesizer_mutations: tuple[Mutation, ...] = (
-    _mistake("synthesizer_linear", "the hidden layer has no relu", _Linear),
-    _mistake("bias_drop", "the biases are left out", _NoBiases, gradients_too=False),
-    _mistake("synthesizer_tiling", "the two factors of the length are exchanged", _OtherOrder),
-    _mistake("synthesizer_tiling", "both factors are tiled alike", _BothTiled, gradients_too=False),
-    _mistake("synthesizer_transposed", "the table is read as (h, k, q)", _Transposed, gradients_too=False),
-    _mistake("synthesizer_mixture_after", "the parts are mixed after the softmax", _MixedAfter, gradients_too=False),
-    _mistake("synthesizer_mixture_plain", "the mixture is used without its softmax", _PlainShares),
-    _mistake("synthesizer_mixture_equal", "the parts have equal shares", _EqualShares),
-    _mistake("causal_drop", "all keys are seen", _Everything),
-    _mistake("softmax_wrong_axis", "the softmax runs over queries", _OverQueries, gradients_too=False),
-    _mistake("synthesizer_fixed", "the tables get no gradient", _FixedTables, forward=False),
-    _mistake("synthesizer_mixture_grad", "the mixture gets no gradient", _FixedShares, forward=False),
-    _mistake("delta_missing", "dS lacks the row term", _NoDelta, forward=False),
-    _mistake("synthesizer_relu_grad", "the backward takes the relu for the identity", _NoSlope, forward=False),
+@catalogue.mistake(why="Each part is an attention of its own; weights are mixed, not logits.")
+class synthesizer_mixture_after(Synthesizer):
+    """the parts are mixed after the softmax"""
+
+    @step
+    def part_weights(self):
+        """The softmax of every part, (..., h, q, k)"""
+        found = []
+        for part in self.parts.values():
+            logits = np.where(self.seen, part, -np.inf)
+            top = logits.max(-1, keepdims=True, initial=-np.inf)
+            exponentials = np.exp(logits - np.where(np.isneginf(top), 0.0, top))
+            total = exponentials.sum(-1, keepdims=True)
+            found.append(exponentials / np.where(total == 0, 1.0, total))
+        return found
+
+    @step
+    def weights(self):
+        return sum(self.shares[:, s, None, None] * p for s, p in enumerate(self.part_weights))
+
+    @step
+    def d_parts(self):
+        found = {}
+        for s, (name, p) in enumerate(zip(self.parts, self.part_weights, strict=True)):
+            d = p * (self.d_weights - (p * self.d_weights).sum(-1, keepdims=True))
+            found[name] = np.where(self.touched, self.shares[:, s, None, None] * d, 0.0)
+        return found
+
+    @step
+    def d_shares(self):
+        each = [np.where(self.touched, self.d_weights * p, 0.0).sum((-1, -2)) for p in self.part_weights]
+        return sum_to_shape(np.stack(each, axis=-1), self.shares.shape)
+
+
+@catalogue.mistake(why="The softmax of the mixture is forgotten.")
+class synthesizer_mixture_plain(Synthesizer):
+    """the mixture is used without its softmax"""
+
+    @step
+    def shares(self):
+        return super().shares if self.mixture is None else np.atleast_2d(self.mixture)
+
+    @step
+    def d_mixture(self):
+        return np.reshape(self.d_shares, self.mixture.shape)
+
+
+@catalogue.mistake(why="The parts are averaged.")
+class synthesizer_mixture_equal(Synthesizer):
+    """the parts have equal shares"""
+
+    @step
+    def shares(self):
+        return np.full(super().shares.shape, 1 / super().shares.shape[-1])
+
+    @step
+    def d_mixture(self):
+        return np.zeros(self.mixture.shape)
+
+
+@catalogue.mistake(why="Parts are collected in another order than their numbers.")
+class synthesizer_mixture_order(Synthesizer):
+    """the shares belong to the parts in reversed order"""
+
+    @step
+    def shares(self):
+        return super().shares[:, ::-1]
+
+    @step
+    def d_mixture(self):
+        alpha, d = super().shares, self.d_shares[:, ::-1]
+        return np.reshape(alpha * (d - (alpha * d).sum(-1, keepdims=True)), self.mixture.shape)
+
+
+# ---------------------------------------------------------------------------------------------- gradients alone
+
+
+@catalogue.mistake(why="A random table is taken for a constant.", sides=("backward",))
+class synthesizer_fixed(Synthesizer):
+    """the tables get no gradient"""
+
+    @step
+    def d_random(self):
+        return np.zeros(self.random.shape)
+
+    @step
+    def d_random_1(self):
+        return np.zeros(self.random_1.shape)
+
+    @step
+    def d_random_2(self):
+        return np.zeros(self.random_2.shape)
+
+
+@catalogue.mistake(why="The shares are taken for constants.", sides=("backward",))
+class synthesizer_mixture_grad(Synthesizer):
+    """the mixture gets no gradient"""
+
+    @step
+    def d_mixture(self):
+        return np.zeros(self.mixture.shape)
+
+
+@catalogue.mistake(why="The mask of the relu is not kept.", sides=("backward",))
+class synthesizer_relu_grad(Synthesizer):
+    """the backward takes the relu for the identity"""
+
+    @step
+    def activation_slope(self):
+        return np.ones(self.before_activation.shape)
+
+
+@catalogue.mistake(
+    name="synthesizer_factor_grad", why="Repeating and tiling need a sum each in the backward.", sides=("backward",)
 )
+class synthesizer_factor_last(Synthesizer):
+    """the gradient of a factor is that of one of its keys, not their sum"""
+
+    def summed(self, share, index, count):
+        last = np.array([np.flatnonzero(index == n)[-1] for n in range(count)])
+        return np.where(self.touched, share, 0.0)[..., last]
+
+    @step
+    def d_left(self):
+        share = self.d_parts["factored"] * self.right_factor[..., self.right_of_key]
+        return self.summed(share, self.left_of_key, self.left.shape[-1])
+
+    @step
+    def d_right_factor(self):
+        share = self.d_parts["factored"] * self.left[..., self.left_of_key]
+        return self.summed(share, self.right_of_key, self.right_factor.shape[-1])

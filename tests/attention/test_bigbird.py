@@ -6,7 +6,6 @@ from contract.cases.bigbird import CASES, arguments
 from support import assert_close, cases
 
 from refattn.attention.bigbird import bigbird_attention as attention
-from refattn.attention.bigbird import bigbird_mutations
 from refattn.attention.local import local_attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 
@@ -91,10 +90,6 @@ def test_stored_cases(name, meta, arrays):
     gradients = pullback(arrays["cot_out"])
     for x in "qkv":
         assert_close(gradients[x], arrays["grad_" + x], 1e-7)
-
-
-def test_mistakes_that_do_not_show_say_so():
-    assert [m.class_ for m in bigbird_mutations if m.forward(arguments("all_global")) is not None] == []
 
 
 BAD = {

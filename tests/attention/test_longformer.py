@@ -88,14 +88,6 @@ def test_stored_cases(name, meta, arrays):
         assert_close(gradients[n], arrays["grad_" + n], 1e-9)
 
 
-def test_mistakes_that_do_not_show_say_so():
-    given = arguments("no_globals", 9)
-    cotangents = {"output": rng(9).standard_normal((2, 2, 8, 2))}
-    shown = {m.class_ for m in attention.mutations if m.forward is not None and m.forward(given) is not None}
-    assert shown == {"window_plus1"}
-    assert {m.class_ for m in attention.mutations if m.gradients(given, cotangents) is not None} == shown
-
-
 BAD = {
     "window": ({"window": 3}, TypeError, "window is 3: expected (left, right)"),
     "negative": ({"window": (-1, 2)}, ValueError, "window is -1: expected at least 0"),

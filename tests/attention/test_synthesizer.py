@@ -76,18 +76,7 @@ def test_parameters():
     assert cost.parameters == 2 * (8 * 8 + 16 * 3) + 2
 
 
-# ------------------------------------------------------------------------------------------------ mistakes and bad input
-
-
-def test_mistakes_that_do_not_show_say_so():
-    silent = {
-        m.class_ for m in attention.mutations if m.forward is not None and m.forward(arguments("random", 17)) is None
-    }
-    assert silent == {
-        "synthesizer_linear", "bias_drop", "synthesizer_tiling", "synthesizer_transposed", "synthesizer_mixture_after",
-        "synthesizer_mixture_plain", "synthesizer_mixture_equal", "causal_drop",
-    }  # fmt: skip
-
+# ------------------------------------------------------------------------------------------------ bad input
 
 BAD = {
     "no_values": ("dense", {"v": None}, TypeError, "the argument 'v' is missing"),

@@ -211,13 +211,6 @@ def test_bad_input(name):
         attention.forward(**{**base(), **change})
 
 
-def test_a_mistake_that_changes_nothing_is_not_offered():
-    arguments = base(12, count=K)
-    for mutation in attention.mutations:
-        if mutation.class_.startswith("topk_") and mutation.class_ != "topk_count" and mutation.forward is not None:
-            assert mutation.forward(arguments) is None, mutation.says
-
-
 def test_how_close_a_choice_is():
     """Logits 4, 3.5, 1 at count 2: 2.5 of 4; a masked row sees no more than it chooses; whole numbers have no limit."""
     q, k, v = np.array([[[0.5]]]), np.array([[[2.0], [8.0], [7.0]]]), np.zeros((1, 3, 1))

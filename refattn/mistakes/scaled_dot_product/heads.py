@@ -88,7 +88,7 @@ class Truncated(ScaledDotProduct):
 
     which = "the first 64 channels"
 
-    def count(self, size):
+    def channels_read(self, size):
         match self.which:
             case "the power of two below d":
                 return 1 << (max(1, size).bit_length() - 1)
@@ -101,7 +101,7 @@ class Truncated(ScaledDotProduct):
                 return size // block * block or size
 
     def cut(self, array):
-        return np.where(np.arange(array.shape[-1]) < self.count(array.shape[-1]), array, 0.0)
+        return np.where(np.arange(array.shape[-1]) < self.channels_read(array.shape[-1]), array, 0.0)
 
 
 CHANNELS = tuple(

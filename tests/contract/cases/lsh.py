@@ -71,7 +71,10 @@ COUNTED = [
     2 * ({"b": 2, "h": 3, "t": 64, "d": 8, "e": 4, "hashes": 2, "chunk": 8, "n_buckets": 16, **options},)
     for options in ({}, {"causal": True})
 ]
-SHOWING = {"large_buckets": {"buckets": base()["buckets"] * (1 << 28)}}
+SHOWING = {
+    "large_buckets": {"buckets": base()["buckets"] * (1 << 28)},
+    "factors": {"hashed": True, "t": 16, "n_buckets": (4, 2), "within_bucket": False},
+}
 
 
 def arguments(name="default", seed=0, **more):

@@ -17,6 +17,10 @@ def random_indices(r, shape, n, keys):
     return np.where(r.random(rows.shape) < 0.2, -1, rows)
 
 
+def steep(logits, b, h, i, j):
+    return tilt(logits, b, h, 30 * i, 30 * j)
+
+
 TOGETHER = {
     "mask": rng(1).random((B, 1, Q, K)) < 0.9,
     "bias": np.where(rng(9).random((B, H, Q, K)) < 0.1, -np.inf, rng(2).standard_normal((B, H, Q, K))),
@@ -49,6 +53,7 @@ COUNTED = [
     for options in ({}, {"causal": True, "align": "lower_right"})
 ]
 SHOWING = {
+    "score_mod": {"score_mod": steep},
     "ties": {"count": 3, "tied": True},
     "mask_causal": {"mask": rng(1).random((B, 1, Q, K)) < 0.6, "causal": True, "align": "lower_right"},
 }
