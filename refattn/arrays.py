@@ -89,6 +89,8 @@ def dtype_name(dtype: Any) -> str:
     """Short name of a dtype of any library: ``float32``, ``bfloat16``, ``complex128`` ..."""
     if isinstance(dtype, str):
         return dtype
+    if dtype is None or isinstance(dtype, (tuple, list, dict)):  # which NumPy would take for something
+        return type(dtype).__name__
     try:
         return _dtype_name(type(dtype), dtype)
     except TypeError:  # it has no hash

@@ -121,7 +121,8 @@ SHARED_DOC = """
         Element-wise, on index arrays (b flat over the batch axes); ``score_mod.derivative`` of the same arguments is its
         slope, else complex step.
     keep_weights : bool
-        The Result also holds ``weights`` (after dropout) and ``logits`` (as they meet visibility).
+        The Result also holds ``weights`` (after dropout) and ``logits``: as they meet visibility, -inf where bias or
+        score_mod hides the pair and at queries and keys beyond their lengths; what masks hide keeps its logit.
     head_map : {"repeat", "tile"}
         Query head i uses key head i // (h / g), or i % g."""
 """The numpydoc entries of the shared options, for the docstrings of mechanisms."""
@@ -341,7 +342,8 @@ class _Reader:
 
     def number(self, name: str, value: Any) -> Any:
         """A finite number, or a 0-d array of one."""
-        if isinstance(require_finite(name, value), complex) and not is_complex(self.dtype):
+        number = require_finite(name, value)
+        if isinstance(number, complex) and not is_complex(self.dtype):
             raise TypeError(f"{name} is {value!r}: expected a real number")
         return self.xp.reshape(value, ()) if is_array(value) else value
 
