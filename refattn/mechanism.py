@@ -72,7 +72,8 @@ class Function:
     forward, backward : callable
         The mathematics, see the module docstring; no backward: what lies outside every gradient, which is zero.
     differentiable : sequence of str
-        Arguments that have a gradient: floating arrays, or Python numbers (their gradient is 0-d).
+        Arguments that have a gradient: floating arrays, or Python numbers where that is the default, and for the scale (their
+        gradient is 0-d).
     floating : sequence of str
         Floating arguments without a gradient (random draws, memories): cast like the others.
     outputs : sequence of str
@@ -115,6 +116,7 @@ class Function:
         self._primary = tuple(primary) or tuple(n for n in self.positional if n in self._floating)
         self._wants = tuple(n for n in ("backend", "algorithm") if n in parameters)
         self.options: tuple[str, ...] = tuple(n for n in parameters if n not in ("backend", "algorithm"))
+        self._plain = {n: c for n, p in parameters.items() if (c := _check_of(p.annotation)) is not None}
         unknown = set(self._floating) - set(parameters)
         if unknown:
             raise TypeError(f"{self.name}: {sorted(unknown)} are not arguments of its forward")
@@ -228,11 +230,20 @@ class _Call:
         kwargs = dict(kwargs)
         backend, compute, algorithm = (kwargs.pop(n, d) for n, d in zip(_COMMON, (None, None, "auto"), strict=True))
         self.given = owner.bind(args, kwargs)
+        for name, check in owner._plain.items():
+            if self.given.get(name) is not None:
+                self.given[name] = check(name, self.given[name])
         arrays.require_one_of("algorithm", algorithm, ALGORITHMS)
         found = [x for x in self.given.values() if arrays.is_array(x)]
         if not found:
             raise TypeError(f"{owner.name}: no array among the arguments ({', '.join(self.given)})")
-        self.xp = arrays.namespace(*found)
+        try:
+            self.xp = arrays.namespace(*found)
+        except TypeError as error:
+            kinds = ", ".join(
+                f"{n} is a {type(x).__module__}.{type(x).__name__}" for n, x in self.given.items() if arrays.is_array(x)
+            )
+            raise TypeError(f"{owner.name}: {error} ({kinds})") from None
         self._check_types(compute)
         self.dtype, self.compute = self._dtypes(compute)
         self.extra = self._extra(backend, algorithm)
@@ -241,7 +252,12 @@ class _Call:
         owner = self.owner
         for name in owner._floating:
             x = self.given.get(name)
-            if x is None or (isinstance(x, (float, int)) and not isinstance(x, bool)):
+            if x is None:
+                continue
+            if isinstance(x, (float, int)) and not isinstance(x, bool):
+                default = owner._signature.parameters[name].default
+                if name != "scale" and (isinstance(default, bool) or not isinstance(default, (float, int))):
+                    raise TypeError(f"{owner.name}: {name} is {x!r}: expected an array")
                 continue
             if not arrays.is_array(x):
                 if isinstance(x, complex) and compute is not None:
@@ -339,6 +355,22 @@ class _Call:
             g = arrays.sum_to_shape(g, shape)
             finished[name] = xp.astype(g, dtype) if g.dtype != dtype else g
         return finished
+
+
+def _check_of(annotation: Any) -> Callable[[str, Any], Any] | None:
+    """The check of a plain argument, by its annotation."""
+    if annotation is bool:
+        return arrays.require_flag
+    if annotation in (int, int | None):
+        return arrays.require_integer
+    if annotation in (float, float | None):
+        return _number
+    return None
+
+
+def _number(name: str, value: Any) -> Any:
+    arrays.require_finite(name, value)
+    return value
 
 
 def _wider(a: Any, b: Any, xp: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from refattn.arrays import is_array, namespace, real, require_axes
+from refattn.arrays import dtype_name, is_array, is_bool, namespace, real, require_array, require_axes
 from refattn.mechanism import function
 from refattn.records import Result
 
@@ -86,7 +86,7 @@ def _softmax_forward(x: Any, *, mask: Any = None) -> tuple[Result, Any]:
     mask : bool array, optional
         Broadcasts to ``x``; True = may attend.  A row without a True gives zeros.
     """
-    _require_row(x)
+    _require_row(x, mask)
     weights, _ = masked_softmax(x, mask)
     return Result(output=weights), weights
 
@@ -105,14 +105,21 @@ def _logsumexp_forward(x: Any, *, mask: Any = None) -> tuple[Result, Any]:
     mask : bool array, optional
         Broadcasts to ``x``; True = may attend.
     """
-    _require_row(x)
+    _require_row(x, mask)
     weights, lse = masked_softmax(x, mask)
     return Result(output=lse), weights
 
 
-def _require_row(x: Any) -> None:
+def _require_row(x: Any, mask: Any) -> None:
     if x.ndim == 0:
         raise ValueError("x has shape (): expected at least one axis, the one that is summed over")
+    if mask is not None:
+        require_array("mask", mask)
+        if not is_bool(mask.dtype):
+            raise TypeError(f"mask has dtype {dtype_name(mask.dtype)}: expected bool, True = may attend")
+        shape = tuple(mask.shape)
+        if len(shape) > x.ndim or any(m not in (1, n) for m, n in zip(shape[::-1], x.shape[::-1], strict=False)):
+            raise ValueError(f"mask has shape {shape}: it does not broadcast to that of x, {tuple(x.shape)}")
 
 
 def _logsumexp_backward(saved: Any, *, output: Any) -> dict[str, Any]:
@@ -225,20 +232,21 @@ def merge_backward(
     return d_outputs, d_lses
 
 
+def _mean(x: Any) -> Any:
+    """Over the last axis, which stays; 0 of nothing."""
+    return namespace(x).sum(x, axis=-1, keepdims=True, dtype=x.dtype) / max(1, x.shape[-1])
+
+
 def layer_norm(x: Any, eps: float) -> tuple[Any, Any]:
     """(x - mean) / sqrt(var + eps) over the last axis, and the factor 1 / sqrt(var + eps)."""
-    xp = namespace(x)
-    centred = x - xp.mean(x, axis=-1, keepdims=True)
-    factor = (xp.mean(centred * centred, axis=-1, keepdims=True) + eps) ** -0.5
+    centred = x - _mean(x)
+    factor = (_mean(centred * centred) + eps) ** -0.5
     return centred * factor, factor
 
 
 def layer_norm_backward(normal: Any, factor: Any, d_normal: Any) -> Any:
     """Cotangent of x from that of its normalised form."""
-    xp = namespace(normal)
-    mean = xp.mean(d_normal, axis=-1, keepdims=True)
-    slope = xp.mean(d_normal * normal, axis=-1, keepdims=True)
-    return factor * (d_normal - mean - normal * slope)
+    return factor * (d_normal - _mean(d_normal) - normal * _mean(d_normal * normal))
 
 
 def unit_norm(x: Any, eps: float) -> tuple[Any, Any]:

@@ -21,6 +21,7 @@ from refattn.arrays import (
     is_integer,
     is_real_floating,
     namespace,
+    require_flag,
     require_integer,
     require_one_of,
     require_positive,
@@ -31,6 +32,9 @@ from refattn.records import Result
 
 __all__ = ["alibi_slopes", "rel_shift", "relative_distances", "rotary", "sinusoid", "t5_bucket"]
 
+
+MOST_BUCKETS = 4096
+"""More would take minutes to find their edges in whole numbers; papers have 32."""
 
 # ---------------------------------------------------------------------- tables
 
@@ -70,6 +74,7 @@ def relative_distances(q: int, k: int, *, causal: bool = True) -> np.ndarray:
     array([ 3,  2,  1,  0, -1])
     """
     q, k = require_integer("q", q, minimum=0), require_integer("k", k, minimum=0)
+    require_flag("causal", causal)
     return np.arange(k - 1, -1, -1) if causal else np.arange(k, -q, -1)
 
 
@@ -109,16 +114,21 @@ def t5_bucket(distance: Any, *, buckets: int = 32, max_distance: int = 128, bidi
     is e + floor(ln(|distance| / e) / ln(max_distance / e) * (n - e)), at most n - 1.  The edges are found in whole
     numbers, so no rounding of a logarithm moves one.
     """
-    distance = to_numpy(distance) if is_array(distance) else np.asarray(distance)
-    if not is_integer(distance.dtype):
+    try:
+        distance = to_numpy(distance) if is_array(distance) else np.asarray(distance)
+    except ValueError:
+        raise TypeError(f"distance is {distance!r}: expected integers") from None
+    if distance.size and not is_integer(distance.dtype):
         raise TypeError(f"distance has dtype {distance.dtype} and shape {distance.shape}: expected integers")
-    sides = 2 if bidirectional else 1
-    buckets = require_integer("buckets", buckets, minimum=2 * sides)
+    sides = 2 if require_flag("bidirectional", bidirectional) else 1
+    buckets = require_integer("buckets", buckets, minimum=2 * sides, maximum=MOST_BUCKETS)
     if buckets % sides:
         raise ValueError(f"buckets is {buckets}: expected an even number, half of them for each direction")
     n = buckets // sides
     e = n // 2
     max_distance = require_integer("max_distance", max_distance, minimum=e + 1)
+    distance = np.minimum(distance, max_distance).astype(np.int64)  # beyond, all are alike
+    distance = np.maximum(distance, -max_distance)
     size = np.abs(distance) if bidirectional else np.maximum(distance, 0)
     edges = [_first_distance(e, max_distance, step, n - e) for step in range(1, n - e)]
     bucket = np.where(size < e, size, e + np.searchsorted(edges, size, side="right"))
@@ -140,11 +150,16 @@ def _first_distance(e: int, end: int, step: int, steps: int) -> int:
 
 def _angles(positions: Any, channels: int, base: float) -> np.ndarray:
     """positions[..., None] * base^(-2x/channels), float64."""
-    found = to_numpy(positions) if is_array(positions) else np.asarray(positions)
-    if not (is_integer(found.dtype) or is_real_floating(found.dtype)):
-        raise TypeError(f"positions have dtype {found.dtype}: expected real numbers")
+    try:
+        host = to_numpy(positions) if is_array(positions) else np.asarray(positions)
+    except ValueError:
+        raise TypeError(f"positions are {positions!r}: expected real numbers, one for each token") from None
+    if not (is_integer(host.dtype) or is_real_floating(host.dtype)):
+        raise TypeError(f"positions have dtype {host.dtype}: expected real numbers")
+    if not np.all(np.isfinite(host)):
+        raise ValueError("positions hold NaN or infinity: expected finite numbers")
     frequencies = float(base) ** (-2.0 * np.arange(channels // 2) / channels)
-    return found.astype(np.float64)[..., None] * frequencies
+    return host.astype(np.float64)[..., None] * frequencies
 
 
 # ---------------------------------------------------------------------- relative shift

@@ -13,6 +13,7 @@ Axes: ... batch, h head, t position, c cluster, d channel.
 Source: Roy et al. 2020, arXiv:2003.05997, algorithm 1 and section 4.1; the moving average as in the code released with it.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,8 @@ from refattn.arrays import (
     is_bool,
     namespace,
     require_axes,
-    require_finite,
     require_integer,
+    require_number,
     require_one_of,
     to_namespace,
 )
@@ -94,7 +95,7 @@ def initial_centroids(
     xp = namespace(tokens)
     lead = tuple(tokens.shape[:-3])
     flat = xp.permute_dims(flatten_leading(tokens, 3, lead), (1, 0, 2, 3))
-    flat = xp.reshape(flat, (sizes["h"], -1, sizes["d"]))  # all tokens of a head
+    flat = xp.reshape(flat, (sizes["h"], math.prod(lead) * tokens.shape[-2], sizes["d"]))  # all tokens of a head
     if flat.shape[1] < c:
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}: {flat.shape[1]} tokens a head, fewer than c = {c}")
     drawn = [rng.choice(flat.shape[1], c, replace=False) for _ in range(sizes["h"])]
@@ -153,10 +154,10 @@ def _update_forward(
         Another width, a decay outside [0, 1], a state without use.
     """
     require_one_of("method", method, METHODS)
-    require_finite("decay", decay)
-    if not 0 <= decay <= 1:
-        raise ValueError(f"decay is {decay}: expected a number in [0, 1]")
+    decay = require_number("decay", decay, minimum=0, maximum=1)
     sizes = require_axes(centroids=(centroids, "h c d"), q=(q, "... h t d"))
+    if sizes["c"] == 0:
+        raise ValueError(f"centroids has shape {tuple(centroids.shape)}: expected at least one centroid")
     xp = namespace(centroids, q)
     if k is not None:
         require_axes({n: sizes[n] for n in "hd"}, k=(k, "... h t d"))
@@ -179,13 +180,16 @@ def _update_forward(
         mean, _ = normalise(total, "l2")
         mean = xp.where(count[..., None] > 0, mean, centroids)
         return Result(centroids=decay * centroids + (1 - decay) * mean, state=None), None
-    counts, sums = (xp.zeros_like(centroids[..., 0]), centroids) if state is None else state
+    counts, sums = (xp.zeros_like(xp.sum(centroids, axis=-1)), centroids) if state is None else state
     for count, total in added:
         counts = decay * counts + (1 - decay) * count
         sums = decay * sums + (1 - decay) * total
     whole = xp.sum(counts, axis=-1, keepdims=True)
+    counted = whole > 0  # a head of which no token was counted yet keeps its centroids
+    whole = xp.where(counted, whole, xp.ones_like(whole))
     smooth = (counts + COUNT_EPS) / (whole + sizes["c"] * COUNT_EPS) * whole
-    return Result(centroids=sums / smooth[..., None], state=(counts, sums)), None
+    moved = xp.where(counted[..., None], sums / smooth[..., None], centroids)
+    return Result(centroids=moved, state=(counts, sums)), None
 
 
 def _assigned(name: str, x: Any, keep: Any, centroids: Any, xp: Any) -> tuple[Any, Any]:
@@ -194,10 +198,11 @@ def _assigned(name: str, x: Any, keep: Any, centroids: Any, xp: Any) -> tuple[An
     flat = flatten_leading(x, 3, lead)
     b, h, t, d = flat.shape
     if keep is not None:
+        mask = {"q": "query_mask", "k": "key_mask"}[name]
         if not is_array(keep) or not is_bool(keep.dtype):
-            raise TypeError(f"the mask of {name} is no bool array (..., t)")
-        require_axes({"t": t}, **{f"the mask of {name}": (keep, "... t")})
-        broadcast_leading(**{name: (x, 3), f"the mask of {name}": (keep, 1)})
+            raise TypeError(f"{mask} is {type(keep).__name__}: expected a bool array (..., t), False = no token")
+        require_axes({"t": t}, **{mask: (keep, "... t")})
+        broadcast_leading(**{name: (x, 3), mask: (keep, 1)})
         keep = xp.broadcast_to(flatten_leading(keep, 1, lead), (b, t))
     rows = xp.reshape(xp.permute_dims(flat, (1, 0, 2, 3)), (h, b * t, d))
     counts, sums = [], []
@@ -212,6 +217,8 @@ def _assigned(name: str, x: Any, keep: Any, centroids: Any, xp: Any) -> tuple[An
         member = xp.astype(member, own.dtype)
         counts.append(xp.sum(member, axis=-1))
         sums.append(einsum("ct,td->cd", member, own))
+    if not h:
+        return xp.zeros_like(xp.sum(centroids, axis=-1)), xp.zeros_like(centroids)
     return xp.stack(counts), xp.stack(sums)
 
 

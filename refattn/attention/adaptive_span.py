@@ -37,6 +37,7 @@ from refattn.arrays import (
     is_array,
     namespace,
     real,
+    require_array,
     require_axes,
     require_finite,
     require_integer,
@@ -619,8 +620,11 @@ def _penalty_forward(span: Any, *, coefficient: float, max_span: int) -> tuple[R
 
     Source: Sukhbaatar et al. 2019, arXiv:1905.07799, equation 4, with spans in tokens.
     """
-    require_finite("coefficient", coefficient)
+    require_number("coefficient", coefficient)
     require_integer("max_span", max_span, minimum=1)
+    require_array("span", span, axes=1)
+    if 0 in span.shape:
+        raise ValueError(f"span has shape {tuple(span.shape)}: expected at least one span")
     xp = namespace(span)
     if not bool(xp.all((real(span) >= 0) & (real(span) <= max_span))):
         raise ValueError(f"span is {span}: expected within [0, max_span] = [0, {max_span}] tokens")

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from refattn.arrays import itemsize, require_one_of
+from refattn.arrays import itemsize, require_flag, require_one_of
 from refattn.cost.softmax import DIRECTIONS, require_sizes
 from refattn.records import Cost
 
@@ -44,6 +44,8 @@ def _layer(
     e: int | None = None,
     f: int = 0,
 ) -> _Layer:
+    given = {"b": b, "m": m, "h": h, "q": q, "k": k, "span": span, "g": g, "x": x, "y": y, "d": d, "e": e, "f": f}
+    require_sizes(**{n: value for n, value in given.items() if value is not None or n in ("b", "m", "h", "q", "f")})
     talking = x is not None or y is not None
     if talking and g is not None:
         raise ValueError(f"g is {g}: Talking-Heads (x or y given) has no shared key heads")
@@ -51,12 +53,10 @@ def _layer(
     k = q if k is None else k
     if d is None:
         if x == 0 or m % x:
-            raise ValueError(f"d is missing: m = {m} is not a multiple of the {x} heads")
+            raise ValueError(f"d is missing: m = {m} is not a multiple of the x = {x} heads")
         d = m // x
     e = d if e is None else e
-    sizes = _Layer(b, m, h, x, h if g is None else g, y, q, k, k if span is None else span, d, e, f, talking)
-    require_sizes(**{n: v for n, v in dataclasses.asdict(sizes).items() if n != "talking"})
-    return sizes
+    return _Layer(b, m, h, x, h if g is None else g, y, q, k, k if span is None else span, d, e, f, talking)
 
 
 def transformer(
@@ -109,6 +109,8 @@ def transformer(
     n = _layer(**sizes)
     require_sizes(layers=layers, embeddings=embeddings)
     require_one_of("direction", direction, DIRECTIONS)
+    for name, flag in (("biases", biases), ("norms", norms), ("recompute", recompute)):
+        require_flag(name, flag)
     key_heads, value_heads, heads_back = (n.x, n.y, n.y) if n.talking else (n.g, n.g, n.h)
     products = n.x if n.talking else n.h  # heads that multiply queries and keys
     weights = n.m * (products * n.d + key_heads * n.d + value_heads * n.e + heads_back * n.e)

@@ -96,6 +96,8 @@ def softmax_counts(
     """
     g, e = h if g is None else g, d if e is None else e
     require_sizes(b=b, h=h, g=g, q=q, k=k, d=d, e=e)
+    if h % g if g else h:
+        raise ValueError(f"h is {h} and g is {g}: expected as many query heads as key heads, or a multiple")
     own = {"extra_pattern": extra_pattern, "extra_keys": extra_keys}
     settings = softmax_settings(b=b, h=h, g=g, q=q, k=k, d=d, e=e, **own, blocks=blocks, **shared)
     pattern = settings.visibility

@@ -68,7 +68,7 @@ class UpdateCentroids(Definition):
         counts, sums = self.running
         whole = counts.sum(-1, keepdims=True)
         smooth = (counts + 1e-5) / (whole + counts.shape[-1] * 1e-5) * whole
-        return sums / smooth[..., None]
+        return np.where(whole[..., None] > 0, sums / smooth[..., None], self.centroids)
 
 
 def unit(x):

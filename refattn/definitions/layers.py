@@ -61,12 +61,12 @@ class LayerNorm(Definition):
     @step
     def centred(self):
         """x - mean"""
-        return self.x - self.x.mean(-1, keepdims=True)
+        return self.x - mean(self.x)
 
     @step
     def deviation(self):
         """sqrt(var + eps)"""
-        return np.sqrt((self.centred * self.centred).mean(-1, keepdims=True) + self.eps)
+        return np.sqrt(mean(self.centred * self.centred) + self.eps)
 
     @step
     def normal(self):
@@ -84,8 +84,7 @@ class LayerNorm(Definition):
     def d_x(self):
         """(d - mean(d) - normal mean(d normal)) / deviation"""
         d = self.d_normal
-        along = (d * self.normal).mean(-1, keepdims=True)
-        return (d - d.mean(-1, keepdims=True) - self.normal * along) / self.deviation
+        return (d - mean(d) - self.normal * mean(d * self.normal)) / self.deviation
 
     @step
     def d_weight(self):
@@ -94,6 +93,11 @@ class LayerNorm(Definition):
     @step
     def d_bias(self):
         return einsum("...m->m", self.cotangent("output"))
+
+
+def mean(x):
+    """Over the last axis; 0 of nothing."""
+    return x.sum(-1, keepdims=True) / max(1, x.shape[-1])
 
 
 class FeedForward(Definition):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from refattn import normalization
-from refattn.arrays import namespace, real, require_finite, require_integer, require_one_of
+from refattn.arrays import namespace, real, require_array, require_integer, require_number, require_one_of
 from refattn.contraction import einsum
 from refattn.mechanism import function
 from refattn.records import Result
@@ -73,10 +73,9 @@ def _layer_norm_forward(x: Any, weight: Any = None, bias: Any = None, *, eps: fl
     -------
     output : array (..., m)
     """
-    require_finite("eps", eps)
-    for name, a in (("weight", weight), ("bias", bias)):
-        if a is not None and tuple(a.shape) != tuple(x.shape[-1:]):
-            raise ValueError(f"{name} has shape {tuple(a.shape)}: expected {tuple(x.shape[-1:])}, the channels of x")
+    require_number("eps", eps, minimum=0)
+    require_array("x", x, axes=1)
+    require_channels(x, weight=weight, bias=bias)
     normal, factor = normalization.layer_norm(x, eps)
     output = normal if weight is None else normal * weight
     return Result(output=output if bias is None else output + bias), (normal, factor, weight)
@@ -89,6 +88,13 @@ def _layer_norm_backward(saved: Any, *, output: Any) -> dict[str, Any]:
     d_normal = output if weight is None else output * weight
     x = normalization.layer_norm_backward(normal, factor, d_normal)
     return {"x": x, "weight": einsum("...m,...m->m", normal, output), "bias": einsum("...m->m", output)}
+
+
+def require_channels(x: Any, **vectors: Any) -> None:
+    """Weights and biases of a norm: one number for each channel of x, or None."""
+    for name, a in vectors.items():
+        if a is not None and tuple(a.shape) != tuple(x.shape[-1:]):
+            raise ValueError(f"{name} has shape {tuple(a.shape)}: expected {tuple(x.shape[-1:])}, the channels of x")
 
 
 def _relu(x: Any, backend: Any) -> tuple[Any, Any]:
@@ -198,10 +204,12 @@ class _Residual:
 
     def forward(self, x: Any, f: Any) -> Result:
         """Result with the output."""
+        self._check(x, f, "forward")
         return Result(output=self._sum(x, f.forward(x).output))
 
     def vjp(self, x: Any, f: Any) -> tuple[Result, Callable[[Any], dict[str, Any]]]:
         """Result, and the function from the cotangent of its output to the gradients."""
+        self._check(x, f, "vjp")
         result, pull = f.vjp(x)
 
         def pullback(output: Any) -> dict[str, Any]:
@@ -215,6 +223,12 @@ class _Residual:
         if tuple(x.shape) != tuple(y.shape):
             raise ValueError(f"f(x) has shape {tuple(y.shape)}: expected that of x, {tuple(x.shape)}")
         return x + y
+
+    @staticmethod
+    def _check(x: Any, f: Any, method: str) -> None:
+        require_array("x", x)
+        if not hasattr(f, method):
+            raise TypeError(f"f is a {type(f).__name__}: expected what has forward(x) and vjp(x), as bind makes it")
 
 
 linear = function(_linear_forward, _linear_backward, name="linear", differentiable=("x", "weight", "bias"))

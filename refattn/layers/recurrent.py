@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from refattn import normalization
-from refattn.arrays import namespace, require_integer, require_one_of, to_namespace
+from refattn.arrays import namespace, require_array, require_integer, require_one_of, to_namespace
 from refattn.attention import compressive
 from refattn.contraction import einsum
+from refattn.layers.basics import require_channels
 from refattn.mechanism import function
 from refattn.positions import sinusoid
 from refattn.records import Result
@@ -92,9 +93,15 @@ def _compressive_forward(
     require_one_of("norm", norm, ("post", "pre"))
     if clamp_length is not None:
         require_integer("clamp_length", clamp_length, minimum=0)
-    for name, a in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
-        if a is not None and tuple(a.shape) != tuple(x.shape[-1:]):
-            raise ValueError(f"{name} has shape {tuple(a.shape)}: expected {tuple(x.shape[-1:])}, the channels of x")
+    for name, a in (("x", x), ("memory", memory), ("compressed", compressed)):
+        if a is not None:
+            require_array(name, a, axes=2)
+            if a.shape[-1] != x.shape[-1]:
+                raise ValueError(f"{name} has shape {tuple(a.shape)}: expected rows of {x.shape[-1]} channels like x")
+    require_channels(x, norm_weight=norm_weight, norm_bias=norm_bias)
+    require_one_of("compressed_positions", compressed_positions, ("slot", "span_end", "span_mid"))
+    if rate is not None:
+        require_integer("rate", rate, minimum=1)
     if w_r.ndim != 3 or w_r.shape[0] != x.shape[-1]:
         raise ValueError(f"w_r has shape {tuple(w_r.shape)}: expected (m, h, d) with m = {x.shape[-1]} like x")
     rows = {"compressed": compressed, "memory": memory, "x": x}

@@ -12,9 +12,10 @@ import inspect
 from typing import Any
 
 from refattn import normalization
-from refattn.arrays import namespace, require_axes
+from refattn.arrays import require_axes
 from refattn.attention import lsh
 from refattn.contraction import einsum
+from refattn.layers.basics import require_channels
 from refattn.mechanism import function
 from refattn.records import Result
 
@@ -56,6 +57,7 @@ def _forward(
     buckets : int64 array (..., h, s, t)
     """
     require_axes(x=(x, "... t m"), w_qk=(w_qk, "m h d"), w_v=(w_v, "m h e"), w_o=(w_o, "h e m"))
+    require_channels(x, norm_weight=norm_weight, norm_bias=norm_bias)
     normed, factor, scaled = x, None, x
     if norm:
         normed, factor = normalization.layer_norm(x, EPS)
@@ -85,8 +87,7 @@ def _backward(saved: Any, *, output: Any) -> dict[str, Any]:
     d = einsum("...htd,mhd->...tm", found["qk"], w_qk) + einsum("...hte,mhe->...tm", found["v"], w_v)
     if factor is None:
         return {"x": d, **gradients}
-    gradients["norm_weight"] = namespace(d).sum(d * normed, axis=tuple(range(d.ndim - 1)))
-    gradients["norm_bias"] = namespace(d).sum(d, axis=tuple(range(d.ndim - 1)))
+    gradients["norm_weight"], gradients["norm_bias"] = einsum("...m,...m->m", normed, d), einsum("...m->m", d)
     d = d if norm_weight is None else d * norm_weight
     return {"x": normalization.layer_norm_backward(normed, factor, d), **gradients}
 

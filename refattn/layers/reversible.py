@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from refattn.arrays import is_array, is_integer, namespace, require_one_of
+from refattn.arrays import is_array, is_integer, namespace, require_array, require_one_of
 from refattn.records import Result
 
 __all__ = ["bind", "chain", "reversible_residual", "reversible_stack"]
@@ -122,6 +122,14 @@ def bind(function: Any, *, reuse: Mapping[str, Sequence[str]] | None = None, **a
     >>> result.output, pullback(np.array([[1.0]]))["weight"]
     (array([[6.]]), array([[3.]]))
     """
+    if not all(hasattr(function, n) for n in ("forward", "vjp", "positional", "options")):
+        raise TypeError(
+            f"function is a {type(function).__name__}: expected what has forward and vjp, such as ra.layers.linear"
+        )
+    if reuse is not None and not isinstance(reuse, Mapping):
+        raise TypeError(
+            f"reuse is a {type(reuse).__name__}: expected result fields, each with the arguments that made it"
+        )
     if reuse is None:
         made_by = [n for n in ("rotations", "rng") if n in function.options]
         reuse = {"buckets": made_by} if "buckets" in function.options else {}
@@ -135,7 +143,14 @@ def chain(*parts: Any) -> Any:
     """
     if not parts:
         raise ValueError("chain: expected at least one function")
+    for n, part in enumerate(parts):
+        _require_bound(f"parts[{n}]", part)
     return _Chain(parts)
+
+
+def _require_bound(name: str, f: Any) -> None:
+    if not (hasattr(f, "forward") and hasattr(f, "vjp")):
+        raise TypeError(f"{name} is a {type(f).__name__}: expected what has forward(x) and vjp(x), as bind makes it")
 
 
 def _smallest(x: Any) -> Any:
@@ -173,6 +188,10 @@ def _kept(f: Any, result: Any) -> dict[str, Any]:
 
 def _forward(x_1: Any, x_2: Any, f: Any, g: Any, number: str) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
     """One block: y_1, y_2 and what f and g keep."""
+    for name, part in ((f"{number}f", f), (f"{number}g", g)):
+        _require_bound(name, part)
+    for name, x in (("x_1", x_1), ("x_2", x_2)):
+        require_array(name, x)
     result = f.forward(x_2)
     y_1, kept_f = _plus(x_1, result.output, f"{number}f"), _kept(f, result)
     result = g.forward(y_1)
@@ -256,7 +275,10 @@ class _ReversibleStack:
     ) -> tuple[Result, Callable[[Any], dict[str, Any]]]:
         """Result, and the function from the cotangent of the output to gradients."""
         require_one_of("readout", readout, ("concat", "mean"))
-        blocks = list(blocks)
+        require_array("x", x, axes=1)
+        pairs = isinstance(blocks, (list, tuple)) and all(isinstance(p, (list, tuple)) and len(p) == 2 for p in blocks)
+        if not pairs:
+            raise TypeError(f"blocks is {blocks!r}: expected pairs (f, g)")
         y_1 = y_2 = x
         kept = []
         for i, (f, g) in enumerate(blocks):

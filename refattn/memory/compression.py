@@ -114,11 +114,12 @@ def _compress_forward(
 def _taps(rows: Any, count: int, rate: int, taps: int, step: int) -> Any:
     """(..., count, taps, m): what every tap of every output row reads."""
     xp = namespace(rows)
-    *lead, n, m = rows.shape
+    lead, m = rows.shape[:-2], rows.shape[-1]
     before = (taps - 1) * step
     padded = xp.concat([xp.zeros((*lead, before, m), dtype=rows.dtype, device=device(rows)), rows], axis=-2)
-    read = [padded[..., a * step + rate - 1 : a * step + n : rate, :] for a in range(taps)]
-    return xp.stack([x[..., :count, :] for x in read], axis=-2)
+    starts = [a * step + rate - 1 for a in range(taps)]
+    read = [padded[..., s : s + (count - 1) * rate + 1 : rate, :] if count else rows[..., :0, :] for s in starts]
+    return xp.stack(read, axis=-2)
 
 
 def _compress_backward(saved: Any, *, output: Any) -> dict[str, Any]:

@@ -2,12 +2,7 @@
 
 from typing import Any
 
-from refattn.arrays import (
-    namespace,
-    real,
-    require_axes,
-    require_one_of,
-)
+from refattn.arrays import broadcast_leading, namespace, real, require_axes, require_finite, require_one_of
 from refattn.contraction import einsum
 from refattn.mechanism import function
 from refattn.normalization import masked_softmax, masked_softmax_backward
@@ -85,6 +80,9 @@ def _reconstruction_forward(
         hidden=(hidden, "... q m"), old=(old, "... n m"), compressed=(compressed, "... c m"),
         w_q=(w_q, "m h d"), w_k=(w_k, "m h d"), w_v=(w_v, "m h e"),
     )  # fmt: skip
+    broadcast_leading(hidden=(hidden, 2), old=(old, 2), compressed=(compressed, 2))
+    if scale is not None:
+        require_finite("scale", scale)
     scale = (sizes["d"] ** -0.5 if sizes["d"] else 1.0) if scale is None else scale
     q = einsum("...qm,mhd->...hqd", hidden, w_q) * scale
 
@@ -141,6 +139,7 @@ def _auto_encoding_forward(
         if a.ndim < 2:
             raise ValueError(f"{name} has shape {tuple(a.shape)}: expected (..., rows, channels)")
     sizes = require_axes(old=(old, "... n o"), compressed=(compressed, "... c m"), weight=(weight, "m o a"))
+    broadcast_leading(old=(old, 2), compressed=(compressed, 2))
     if bias is not None:
         require_axes(sizes, bias=(bias, "o"))
     n, c, rate = sizes["n"], sizes["c"], sizes["a"]

@@ -3,12 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from refattn.arrays import (
-    device,
-    namespace,
-    require_integer,
-    require_one_of,
-)
+from refattn.arrays import device, is_array, namespace, require_array, require_integer, require_one_of
 from refattn.memory.compression import compress
 from refattn.memory.updates import joined, update_compressed_memory, update_memory
 
@@ -80,6 +75,10 @@ def stream(
     ValueError
         Lengths, rates and counts that do not fit.
     """
+    if is_array(segments) or not isinstance(segments, Iterable):
+        raise TypeError(f"segments is a {type(segments).__name__}: expected arrays (..., q, m), one after the other")
+    if not isinstance(layers, (list, tuple)):
+        raise TypeError(f"layers is a {type(layers).__name__}: expected a list of layers")
     memory_length = require_integer("memory_length", memory_length, minimum=0)
     compressed_length = require_integer("compressed_length", compressed_length, minimum=0)
     require_one_of("initial", initial, ("empty", "zeros"))
@@ -91,7 +90,14 @@ def stream(
         raise ValueError(
             f"compress has {len(compressions)} entries: expected one, or one for each of {len(layers)} layers"
         )
+    if memories is not None and not isinstance(memories, (list, tuple)):
+        raise TypeError(
+            f"memories is a {type(memories).__name__}: expected pairs (memory, compressed), one for each layer"
+        )
     state = None if memories is None else list(memories)
+    for pair in state or ():
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise TypeError(f"memories holds a {type(pair).__name__}: expected pairs (memory, compressed)")
     if state is not None and len(state) != len(layers):
         raise ValueError(f"memories has {len(state)} entries: expected one for each of {len(layers)} layers")
     parts = [_parts(layer) for layer in layers]
@@ -99,6 +105,7 @@ def stream(
     def walk() -> Iterator[Step]:
         nonlocal state
         for segment in segments:
+            require_array("segments", segment, axes=2)
             x, pulls, after, gone = segment, [], [], []
             if recurrence == "above" and state is not None:
                 state = [*state[1:], *state[:1]]
@@ -130,9 +137,12 @@ def stream(
 
 def _parts(layer: Any) -> tuple[Any, Any]:
     """Function and arguments of one layer."""
-    if isinstance(layer, (tuple, list)):
-        return layer[0], layer[1]
-    return (layer.function, layer.arguments) if hasattr(layer, "function") else (layer, {})
+    pair = tuple(layer) if isinstance(layer, (tuple, list)) else (layer, {})
+    if hasattr(layer, "function"):
+        pair = layer.function, layer.arguments
+    if len(pair) != 2 or not hasattr(pair[0], "vjp") or not isinstance(pair[1], dict):
+        raise TypeError(f"layers holds a {type(layer).__name__}: expected (function, arguments), or what bind makes")
+    return pair
 
 
 def _initial(x: Any, memory_length: int, compressed_length: int, zeros: bool) -> tuple[Any, Any]:

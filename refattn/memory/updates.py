@@ -108,6 +108,8 @@ def _update_compressed_forward(
     memory_length = require_integer("memory_length", memory_length, minimum=0)
     compressed_length = require_integer("compressed_length", compressed_length, minimum=0)
     require_one_of("evict", evict, ("segment", "overflow"))
+    if not callable(compress):
+        raise TypeError(f"compress is a {type(compress).__name__}: expected a function of rows (..., n, m)")
     if rate > memory_length:
         raise ValueError(f"rate is {rate}: expected at most memory_length = {memory_length}")
     rows = joined(memory=memory, hidden=hidden)
