@@ -72,7 +72,7 @@ class Function:
     forward, backward : callable
         The mathematics, see the module docstring; no backward: what lies outside every gradient, which is zero.
     differentiable : sequence of str
-        Arguments that have a gradient: floating arrays, or Python numbers where that is the default, and for the scale (their
+        Arguments that have a gradient: floating arrays, or Python numbers where that is the default, for scale and softcap (their
         gradient is 0-d).
     floating : sequence of str
         Floating arguments without a gradient (random draws, memories): cast like the others.
@@ -256,7 +256,9 @@ class _Call:
                 continue
             if isinstance(x, (float, int)) and not isinstance(x, bool):
                 default = owner._signature.parameters[name].default
-                if name != "scale" and (isinstance(default, bool) or not isinstance(default, (float, int))):
+                if name not in ("scale", "softcap") and (
+                    isinstance(default, bool) or not isinstance(default, (float, int))
+                ):
                     raise TypeError(f"{owner.name}: {name} is {x!r}: expected an array")
                 continue
             if not arrays.is_array(x):
