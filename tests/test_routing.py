@@ -123,7 +123,7 @@ BAD = {
     "method": ({"method": "median"}, ValueError, "method is 'median'"),
     "state": ({"state": (np.zeros((2, 3)), np.zeros((2, 3, 4)))}, ValueError, "state is given: method='paper' has none"),
     "state_shape": ({"method": "ema", "state": (np.zeros((2, 4)), np.zeros((2, 3, 4)))}, ValueError, "state[0] has shape"),
-    "mask": ({"query_mask": np.ones(20)}, TypeError, "the mask of q"),
+    "mask": ({"query_mask": np.ones(20)}, TypeError, "query_mask"),
 }  # fmt: skip
 
 
