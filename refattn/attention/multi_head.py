@@ -33,9 +33,7 @@ from refattn.arrays import broadcast_leading, device, namespace, require_axes, s
 from refattn.contraction import einsum
 from refattn.core import options
 from refattn.core.problem import prepare
-from refattn.definitions.multi_head import definition
 from refattn.mechanism import mechanism
-from refattn.mistakes.multi_head import multi_head_mutations
 from refattn.records import Counts, Result
 
 __all__ = ["multi_head_attention"]
@@ -311,8 +309,6 @@ multi_head_attention = mechanism(
     backward,
     cost,
     example,
-    definition=definition,
-    mutations=multi_head_mutations,
     name="multi_head_attention",
     differentiable=(
         *("x_q", "x_k", "x_v", "w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o", "extra_key", "extra_value"),

@@ -1,125 +1,299 @@
-"""Multi-head attention by its definition: token by token and head by head, in float64."""
+"""Multi-head attention in steps: projections around softmax attention.
 
-from typing import Any
+    q = x_q w_q + b_q      k = x_k w_k + b_k      v = x_v w_v + b_v      output = heads w_o + b_o
+
+Axes: ``...`` any leading batch axes, ``h`` query head, ``g`` key head, ``q`` and ``k`` positions, ``t`` either of them, ``m`` model
+channel, ``d`` and ``e`` channels.
+
+Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.2.
+"""
 
 import numpy as np
 
-from refattn.definitions import dense_loop as dense_definition
-from refattn.records import Result
+from refattn.definitions.scaled_dot_product import ScaledDotProduct, per_batch
+from refattn.definitions.steps import Definition, einsum, step, sum_to_shape
 
-__all__ = ["definition", "with_extra_keys"]
+__all__ = ["MultiHead", "definition"]
 
-_VISIBILITY = (
-    "mask",
-    "pattern",
-    "causal",
-    "align",
-    "window",
-    "query_lengths",
-    "key_lengths",
-    "query_segments",
-    "key_segments",
-)
+SHARED = tuple(n for n in ScaledDotProduct.defaults if n != "extra_keys")
+TOKENS = ("x_q", "x_k", "x_v")
 
 
-def definition(
-    x_q: np.ndarray,
-    x_k: np.ndarray | None = None,
-    x_v: np.ndarray | None = None,
-    *,
-    w_q: np.ndarray,
-    w_k: np.ndarray,
-    w_v: np.ndarray,
-    w_o: np.ndarray,
-    b_q: np.ndarray | None = None,
-    b_k: np.ndarray | None = None,
-    b_v: np.ndarray | None = None,
-    b_o: np.ndarray | None = None,
-    extra_key: np.ndarray | None = None,
-    extra_value: np.ndarray | None = None,
-    zero_attention: bool = False,
-    **shared: Any,
-) -> Result:
-    """Token by token and head by head: projections by dot products, attention by its own definition, heads added one by one.
+class MultiHead(Definition):
+    """x_k left out is x_q, x_v left out is x_k.  An extra key and a key of zeros stand behind the others, seen by every row."""
 
-    The extra keys are ordinary keys of it: the mask is written out and set for them, the bias (with ALiBi) is 0 there.
-    """
-    x_k = x_q if x_k is None else x_k
-    x_v = x_k if x_v is None else x_v
+    gradients = (
+        *("x_q", "x_k", "x_v", "w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o", "extra_key", "extra_value"),
+        *(n for n in ScaledDotProduct.gradients if n not in "qkv"),
+    )
+    defaults = {
+        "x_k": None, "x_v": None, "b_q": None, "b_k": None, "b_v": None, "b_o": None, "extra_key": None, "extra_value": None,
+        "zero_attention": False, **{n: ScaledDotProduct.defaults[n] for n in SHARED},
+    }  # fmt: skip
+    inner = ScaledDotProduct
 
-    def heads(x: np.ndarray, w: np.ndarray, b: np.ndarray | None) -> np.ndarray:
-        m, n, channels = w.shape
-        made = np.zeros((*x.shape[:-2], n, x.shape[-2], channels))
-        for at in np.ndindex(x.shape[:-1]):
-            for head in range(n):
-                row = sum((x[at][c] * w[c, head] for c in range(m)), np.zeros(channels))
-                made[(*at[:-1], head, at[-1])] = row if b is None else row + b[head]
-        return made
+    def result_fields(self):
+        kept = ("weights", "logits") if self.keep_weights else ()
+        return {"output": "output", "lse": "lse", **{n: n for n in kept}}
 
-    with np.errstate(all="ignore"):
-        q, k, v = heads(x_q, w_q, b_q), heads(x_k, w_k, b_k), heads(x_v, w_v, b_v)
-        k, v, shared = with_extra_keys(q, k, v, extra_key, extra_value, zero_attention, shared)
-        result = dense_definition.definition(q, k, v, **shared)
-        rows, lead = q.shape[-2], result.lse.shape[:-2]
-        output = np.zeros((*lead, rows, w_o.shape[-1]))
-        for at in np.ndindex(*lead, rows):
-            for head in range(w_o.shape[0]):
-                for channel in range(w_o.shape[1]):
-                    output[at] += result.output[(*at[:-1], head, at[-1], channel)] * w_o[head, channel]
-            output[at] += 0.0 if b_o is None else b_o
-        real = dense_definition.visible_pairs(lead, 1, rows, 1, query_lengths=shared.get("query_lengths"))
-        output[~real[..., 0, :, 0]] = 0.0
-    return Result(**{**result.fields, "output": output})
+    # ------------------------------------------------------------------ forward
+
+    @step
+    def role_of_keys(self):
+        """The array that keys are made of."""
+        return next(n for n in ("x_k", "x_q") if self.argument(n) is not None)
+
+    @step
+    def role_of_values(self):
+        return next(n for n in ("x_v", "x_k", "x_q") if self.argument(n) is not None)
+
+    @step
+    def query_tokens(self):
+        return self.x_q
+
+    @step
+    def key_tokens(self):
+        return getattr(self, self.role_of_keys)
+
+    @step
+    def value_tokens(self):
+        return getattr(self, self.role_of_values)
+
+    @step
+    def q(self):
+        """x_q w_q + b_q, (..., h, q, d)"""
+        return einsum("...tm,mhd->...htd", self.query_tokens, self.w_q) + across(self.b_q)
+
+    @step
+    def own_k(self):
+        """x_k w_k + b_k, (..., g, k, d)"""
+        return einsum("...tm,mhd->...htd", self.key_tokens, self.w_k) + across(self.b_k)
+
+    @step
+    def own_v(self):
+        """x_v w_v + b_v, (..., g, k, e)"""
+        return einsum("...tm,mhe->...hte", self.value_tokens, self.w_v) + across(self.b_v)
+
+    @step
+    def extra_of_keys(self):
+        """What stands behind the keys, (g, n, d)."""
+        rows = [] if self.extra_key is None else [self.extra_key]
+        return stacked(rows + [self.zero_key] * bool(self.zero_attention), self.own_k)
+
+    @step
+    def extra_of_values(self):
+        rows = [] if self.extra_value is None else [self.extra_value]
+        return stacked(rows + [self.zero_value] * bool(self.zero_attention), self.own_v)
+
+    @step
+    def zero_key(self):
+        return np.zeros((self.own_k.shape[-3], self.own_k.shape[-1]))
+
+    @step
+    def zero_value(self):
+        return np.zeros((self.own_v.shape[-3], self.own_v.shape[-1]))
+
+    @step
+    def k(self):
+        """The keys and the extra keys."""
+        return behind(self.own_k, self.extra_of_keys)
+
+    @step
+    def v(self):
+        return behind(self.own_v, self.extra_of_values)
+
+    @step
+    def attention(self):
+        """Softmax attention of q, k and v, with every shared option."""
+        shared = {n: getattr(self, n) for n in SHARED}
+        extra = {"extra_keys": self.extra_of_keys.shape[-2]}
+        return self.begin(self.inner, {"q": self.q, "k": self.k, "v": self.v, **extra, **shared})
+
+    @step
+    def heads_output(self):
+        """(..., h, q, e)"""
+        return self.attention.output
+
+    @step
+    def real_rows(self):
+        """Rows that are no padding, (..., q, 1)."""
+        queries, lead = self.q.shape[-2], self.heads_output.shape[:-3]
+        lengths = per_batch(queries if self.query_lengths is None else self.query_lengths, lead)
+        return (np.arange(queries) < lengths[..., 0, 0, :])[..., None]
+
+    @step
+    def output(self):
+        """Sum over heads of o w_o, + b_o"""
+        output = einsum("...hqe,hem->...qm", self.heads_output, self.w_o)
+        return np.where(self.real_rows, output + (0.0 if self.b_o is None else self.b_o), 0.0)
+
+    @step
+    def lse(self):
+        return self.attention.lse
+
+    @step
+    def weights(self):
+        return self.attention.used_weights
+
+    @step
+    def logits(self):
+        return self.attention.shown_logits
+
+    # ------------------------------------------------------------------ backward
+
+    @step
+    def d_output(self):
+        return np.where(self.real_rows, self.cotangent("output"), 0.0)
+
+    @step
+    def d_b_o(self):
+        return self.d_output.sum(axis=tuple(range(self.d_output.ndim - 1)))
+
+    @step
+    def d_w_o(self):
+        """o . dO over batch and rows"""
+        return einsum("...hqe,...qm->hem", self.heads_output, self.d_output)
+
+    @step
+    def d_heads_output(self):
+        return einsum("...qm,hem->...hqe", self.d_output, self.w_o)
+
+    @step
+    def pulled(self):
+        """The attention's gradients."""
+        return self.attention.pull(output=self.d_heads_output, lse=self.cotangent("lse"))
+
+    @step
+    def d_q(self):
+        return self.pulled.d_q
+
+    @step
+    def d_k(self):
+        """Of keys and extra keys."""
+        return self.pulled.d_k
+
+    @step
+    def d_v(self):
+        return self.pulled.d_v
+
+    @step
+    def d_own_k(self):
+        return self.d_k[..., : self.own_k.shape[-2], :]
+
+    @step
+    def d_own_v(self):
+        return self.d_v[..., : self.own_v.shape[-2], :]
+
+    @step
+    def d_extra_key(self):
+        d = self.d_k[..., self.own_k.shape[-2], :]
+        return d.sum(axis=tuple(range(d.ndim - 2)))
+
+    @step
+    def d_extra_value(self):
+        d = self.d_v[..., self.own_v.shape[-2], :]
+        return d.sum(axis=tuple(range(d.ndim - 2)))
+
+    @step
+    def d_w_q(self):
+        """x . dq over batch and positions"""
+        return einsum("...tm,...htd->mhd", met(self.query_tokens, self.d_q), self.d_q)
+
+    @step
+    def d_w_k(self):
+        return einsum("...tm,...htd->mhd", met(self.key_tokens, self.d_own_k), self.d_own_k)
+
+    @step
+    def d_w_v(self):
+        return einsum("...tm,...htd->mhd", met(self.value_tokens, self.d_own_v), self.d_own_v)
+
+    @step
+    def d_b_q(self):
+        return over_tokens(self.d_q)
+
+    @step
+    def d_b_k(self):
+        return over_tokens(self.d_own_k)
+
+    @step
+    def d_b_v(self):
+        return over_tokens(self.d_own_v)
+
+    @step
+    def d_query_tokens(self):
+        """dq . w_q"""
+        return einsum("...htd,mhd->...tm", self.d_q, self.w_q)
+
+    @step
+    def d_key_tokens(self):
+        return einsum("...htd,mhd->...tm", self.d_own_k, self.w_k)
+
+    @step
+    def d_value_tokens(self):
+        return einsum("...hte,mhe->...tm", self.d_own_v, self.w_v)
+
+    @step
+    def d_roles(self):
+        """The gradients of each array of tokens, one from every role that it has."""
+        found = {n: [] for n in TOKENS}
+        found["x_q"].append(self.d_query_tokens)
+        found[self.role_of_keys].append(self.d_key_tokens)
+        found[self.role_of_values].append(self.d_value_tokens)
+        return {n: [sum_to_shape(d, self.argument(n).shape) for d in parts] for n, parts in found.items()}
+
+    @step
+    def d_x_q(self):
+        """The sum over its roles."""
+        return sum(self.d_roles["x_q"])
+
+    @step
+    def d_x_k(self):
+        return sum(self.d_roles["x_k"], np.zeros(self.argument("x_k").shape))
+
+    @step
+    def d_x_v(self):
+        return sum(self.d_roles["x_v"], np.zeros(self.argument("x_v").shape))
 
 
-def with_extra_keys(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    extra_key: np.ndarray | None,
-    extra_value: np.ndarray | None,
-    zero_attention: bool,
-    shared: dict[str, Any],
-) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-    """k and v with the extra and the zero key as ordinary ones, and the shared options in which nothing but a cap touches them."""
-    rows: list[Any] = [] if extra_key is None else [(extra_key, extra_value)]
-    rows += [(np.zeros((k.shape[-3], k.shape[-1])), np.zeros((v.shape[-3], v.shape[-1])))] * bool(zero_attention)
-    if not rows:
-        return k, v, shared
-    lead = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-    (heads, count), keys = q.shape[-3:-1], k.shape[-2]
-    for key, value in rows:
-        k = np.concatenate([k, np.broadcast_to(np.expand_dims(key, -2), (*k.shape[:-2], 1, k.shape[-1]))], axis=-2)
-        v = np.concatenate([v, np.broadcast_to(np.expand_dims(value, -2), (*v.shape[:-2], 1, v.shape[-1]))], axis=-2)
-    beside = [(0, 0)] * (len(lead) + 2) + [(0, len(rows))]
-    asked = {n: shared[n] for n in _VISIBILITY if n in shared}
-    visible = dense_definition.visible_pairs(lead, heads, count, keys, **asked)
-    changed = {n: x for n, x in shared.items() if n not in _VISIBILITY}
-    changed["mask"] = np.pad(visible, beside, constant_values=True)
-    changed["query_lengths"] = shared.get("query_lengths")
+def _of_attention(name):
+    """The gradient of a shared option: that of the attention."""
 
-    bias = np.zeros((*lead, heads, count, keys))
-    if shared.get("bias") is not None:
-        bias = bias + shared["bias"]
-    slopes = changed.pop("alibi_slopes", None)
-    if slopes is not None:
-        lengths = (shared.get("query_lengths"), shared.get("key_lengths"))
-        offset = dense_definition.offsets(lead, count, keys, shared.get("align"), *lengths)[..., None, None, None]
-        bias = bias - slopes[:, None, None] * np.abs(np.arange(count)[:, None] + offset - np.arange(keys))
-    changed["bias"] = np.pad(bias, beside)
-    kept = shared.get("dropout_mask")
-    if kept is not None and kept.shape[-1] != keys + len(rows):
-        full = np.broadcast_to(kept, (*lead, heads, count, keys))
-        changed["dropout_mask"] = np.pad(full, beside, constant_values=True)
-    if shared.get("score_mod") is not None:
-        changed["score_mod"] = _among(shared["score_mod"], keys)
-    return k, v, changed
+    @step
+    def gradient(self):
+        return getattr(self.pulled, f"d_{name}")
+
+    gradient.name = f"d_{name}"
+    return gradient
 
 
-def _among(score_mod: Any, keys: int) -> Any:
-    """The score_mod on the first keys, no change of the others."""
+for _name in MultiHead.gradients:
+    if _name in ScaledDotProduct.gradients:
+        setattr(MultiHead, f"d_{_name}", _of_attention(_name))
 
-    def modified(logits: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return np.where(j < keys, score_mod(logits, b, h, i, np.minimum(j, keys - 1)), logits) if keys else logits
 
-    return modified
+def across(bias):
+    """A bias (h, d) against (..., h, t, d)."""
+    return 0.0 if bias is None else bias[:, None, :]
+
+
+def stacked(rows, like):
+    """Rows (g, d) as (g, n, d)."""
+    return np.stack(rows, axis=1) if rows else np.zeros((like.shape[-3], 0, like.shape[-1]))
+
+
+def behind(own, extra):
+    """own (..., g, k, d) and extra (g, n, d) along the keys."""
+    return np.concatenate([own, np.broadcast_to(extra, (*own.shape[:-2], *extra.shape[-2:]))], axis=-2)
+
+
+def over_tokens(d):
+    """(..., h, t, d) -> (h, d)"""
+    return d.sum(axis=(*range(d.ndim - 3), -2))
+
+
+def met(tokens, d):
+    """The tokens, with zeros for those that no gradient belongs to: what stands in padding reaches nothing."""
+    return tokens if np.isfinite(tokens).all() else np.where((d != 0).any((-3, -1))[..., None], tokens, 0.0)
+
+
+definition = MultiHead

@@ -28,7 +28,7 @@ class ScaledDotProduct(Definition):
         "mask": None, "pattern": None, "bias": None, "causal": False, "align": None, "window": None, "query_lengths": None,
         "key_lengths": None, "query_segments": None, "key_segments": None, "scale": None, "softcap": None,
         "softcap_after_bias": False, "alibi_slopes": None, "sinks": None, "lse_includes_sinks": True, "dropout_mask": None,
-        "dropout_rate": 0.0, "score_mod": None, "keep_weights": False, "head_map": "repeat",
+        "dropout_rate": 0.0, "score_mod": None, "keep_weights": False, "head_map": "repeat", "extra_keys": 0,
     }  # fmt: skip
 
     def result_fields(self):
@@ -60,6 +60,11 @@ class ScaledDotProduct(Definition):
         return self.k.shape[-2]
 
     @property
+    def own_keys(self):
+        """Keys that have a position.  ``extra_keys`` more stand behind them: scaled and capped, otherwise left alone."""
+        return self.keys - self.extra_keys
+
+    @property
     def channels(self):
         return self.q.shape[-1]
 
@@ -68,13 +73,24 @@ class ScaledDotProduct(Definition):
         """The shape (..., h, q, k)."""
         return (*self.lead, self.heads, self.queries, self.keys)
 
+    @property
+    def own_pairs(self):
+        return (*self.pairs[:-1], self.own_keys)
+
+    def beside(self, own, fill):
+        """Numbers of the keys that have a position, with ``fill`` for the extra keys."""
+        if not self.extra_keys:
+            return own
+        parts = [np.broadcast_to(own, self.own_pairs), np.broadcast_to(fill, (*self.pairs[:-1], self.extra_keys))]
+        return np.concatenate(parts, axis=-1)
+
     @step
     def i(self):
         return np.arange(self.queries)[:, None]
 
     @step
     def j(self):
-        return np.arange(self.keys)
+        return np.arange(self.own_keys)
 
     @step
     def key_head(self):
@@ -101,17 +117,17 @@ class ScaledDotProduct(Definition):
 
     @step
     def real_keys(self):
-        return per_batch(self.keys if self.key_lengths is None else self.key_lengths, self.lead)
+        return per_batch(self.own_keys if self.key_lengths is None else self.key_lengths, self.lead)
 
     @step
     def offset(self):
         """Where query 0 stands on the key axis."""
         align = self.align
         if align is None:
-            if self.queries != self.keys or self.query_lengths is not None or self.key_lengths is not None:
+            if self.queries != self.own_keys or self.query_lengths is not None or self.key_lengths is not None:
                 raise ValueError(
                     f"align is missing: causal, window and alibi_slopes need it where queries ({self.queries}) and keys"
-                    f' ({self.keys}) differ or lengths are given; expected "upper_left", "lower_right" or ints per batch'
+                    f' ({self.own_keys}) differ or lengths are given; expected "upper_left", "lower_right" or ints per batch'
                 )
             align = "upper_left"
         if not isinstance(align, str):
@@ -139,10 +155,10 @@ class ScaledDotProduct(Definition):
     def visible_by_pattern(self):
         if self.pattern is None:
             return True
-        pattern = self.pattern.fit(self.queries, self.keys, batch=self.lead, heads=self.heads)
+        pattern = self.pattern.fit(self.queries, self.own_keys, batch=self.lead, heads=self.heads)
         b = np.arange(math.prod(self.lead)).reshape(*self.lead, 1, 1, 1)
         h = np.arange(self.heads)[:, None, None]
-        return pattern.visible(self.i, self.j, q=self.queries, k=self.keys, b=b, h=h)
+        return pattern.visible(self.i, self.j, q=self.queries, k=self.own_keys, b=b, h=h)
 
     @step
     def visible_by_causal(self):
@@ -171,13 +187,13 @@ class ScaledDotProduct(Definition):
     @step
     def visible(self):
         """Every option agrees, (..., h, q, k)."""
-        seen = np.ones(self.pairs, dtype=bool)
+        seen = np.ones(self.own_pairs, dtype=bool)
         for part in (
             self.visible_by_query_lengths, self.visible_by_key_lengths, self.visible_by_mask, self.visible_by_pattern,
             self.visible_by_causal, self.visible_by_window, self.visible_by_segments,
         ):  # fmt: skip
             seen = seen & part
-        return seen
+        return self.beside(seen, self.visible_by_query_lengths)
 
     def within(self, left, right):
         """-left <= ahead <= right; None = unlimited."""
@@ -213,14 +229,15 @@ class ScaledDotProduct(Definition):
         """score_mod(scale q.k, b, h, i, j)"""
         if self.score_mod is None:
             return self.scaled
-        return np.broadcast_to(np.asarray(self.score_mod(self.scaled, *self.indices)), self.pairs)
+        own, extra = np.split(self.scaled, [self.own_keys], axis=-1)
+        return self.beside(np.broadcast_to(self.score_mod(own, *self.indices), self.own_pairs), extra)
 
     @step
     def indices(self):
         """b, h, i and j of every pair."""
         b = np.arange(math.prod(self.lead)).reshape(*self.lead, 1, 1, 1)
         at = (b, np.arange(self.heads)[:, None, None], self.i, self.j)
-        return tuple(np.broadcast_to(n, self.pairs) for n in at)
+        return tuple(np.broadcast_to(n, self.own_pairs) for n in at)
 
     @step
     def distance(self):
@@ -235,7 +252,7 @@ class ScaledDotProduct(Definition):
     @step
     def added(self):
         """bias + ALiBi"""
-        return (0.0 if self.bias is None else self.bias) + self.position_bias
+        return self.beside((0.0 if self.bias is None else self.bias) + self.position_bias, 0.0)
 
     @step
     def cap(self):
@@ -257,7 +274,7 @@ class ScaledDotProduct(Definition):
         hidden = np.zeros(self.pairs, dtype=bool)
         if self.score_mod is not None:
             hidden = hidden | np.isneginf(self.modified.real)
-        return hidden if self.bias is None else hidden | np.isneginf(self.bias.real)
+        return hidden if self.bias is None else hidden | self.beside(np.isneginf(self.bias.real), False)
 
     @step
     def logits(self):
@@ -268,7 +285,9 @@ class ScaledDotProduct(Definition):
     @step
     def shown_logits(self):
         """The result ``logits``: as they meet visibility; -inf where bias or score_mod hide the pair, and in padding."""
-        padded = ~(self.visible_by_query_lengths & self.visible_by_key_lengths)
+        padded = self.beside(
+            ~(self.visible_by_query_lengths & self.visible_by_key_lengths), ~self.visible_by_query_lengths
+        )
         return np.where(self.hidden | padded, -np.inf, self.logits)
 
     @step
@@ -340,7 +359,10 @@ class ScaledDotProduct(Definition):
         """Factors of the weights: keep / (1 - rate)"""
         if self.dropout_mask is None:
             return np.ones(self.pairs)
-        return np.broadcast_to(self.dropout_mask, self.pairs) / (1 - self.dropout_rate)
+        keep = self.dropout_mask
+        if np.shape(keep)[-1] != self.keys:  # it is about the keys that have a position
+            keep = self.beside(keep, True)
+        return np.broadcast_to(keep, self.pairs) / (1 - self.dropout_rate)
 
     @step
     def used_weights(self):
@@ -449,6 +471,11 @@ class ScaledDotProduct(Definition):
         return self.d_capped_input if self.softcap_after_bias else self.d_logits
 
     @step
+    def d_own_added(self):
+        """The cotangent of bias + ALiBi."""
+        return np.broadcast_to(self.d_added, self.pairs)[..., : self.own_keys]
+
+    @step
     def d_scaled(self):
         """The cotangent of scale q.k, through score_mod."""
         if self.score_mod is None:
@@ -456,7 +483,8 @@ class ScaledDotProduct(Definition):
         slope = getattr(self.score_mod, "derivative", None)
         if slope is None:
             slope = lambda x, *at: np.imag(self.score_mod(x + 1e-30j, *at)) / 1e-30  # noqa: E731
-        return np.where(self.touched, self.d_capped_input * slope(self.scaled, *self.indices), 0.0)
+        slopes = self.beside(slope(self.scaled[..., : self.own_keys], *self.indices), 1.0)
+        return np.where(self.touched, self.d_capped_input * slopes, 0.0)
 
     @step
     def scale_of_gradients(self):
@@ -502,7 +530,7 @@ class ScaledDotProduct(Definition):
 
     @step
     def d_bias(self):
-        return sum_to_shape(self.d_added, np.shape(self.argument("bias")))
+        return sum_to_shape(self.d_own_added, np.shape(self.argument("bias")))
 
     @step
     def d_scale(self):
@@ -523,7 +551,7 @@ class ScaledDotProduct(Definition):
     @step
     def d_alibi_slopes(self):
         """-sum of dS |i + offset - j|"""
-        return -np.moveaxis(self.d_added * self.distance, -3, -1).sum(axis=tuple(range(self.d_added.ndim - 1)))
+        return -np.moveaxis(self.d_own_added * self.distance, -3, -1).sum(axis=tuple(range(len(self.pairs) - 1)))
 
     @step
     def sink_weights(self):

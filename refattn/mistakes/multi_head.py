@@ -1,351 +1,370 @@
-"""The ways people get multi-head attention wrong, each as the numbers that the mistake gives.
-
-:class:`Layer` writes the layer down once more in float64 NumPy, forward and backward, in steps that a mistake replaces; the
-softmax in it is that of :class:`~refattn.definitions.dense_steps.Steps`.  Mistakes of softmax attention in general come from
-``dense_mistakes``, with the projections of the layer around them.
-"""
-
-from collections.abc import Callable
-from typing import Any
+"""The ways people get multi-head attention wrong; those of softmax attention are lifted."""
 
 import numpy as np
 
-from refattn.arrays import sum_to_shape
-from refattn.contraction import einsum
-from refattn.definitions.dense_steps import Steps
-from refattn.definitions.multi_head import with_extra_keys
-from refattn.mistakes.dense_old import dense_mutations
-from refattn.records import Mutation, Result
+from refattn.definitions.multi_head import MultiHead
+from refattn.definitions.scaled_dot_product import ScaledDotProduct
+from refattn.definitions.steps import step
+from refattn.mistakes.engine import Catalogue
+from refattn.mistakes.scaled_dot_product import catalogue as dense
 
-__all__ = ["Layer", "multi_head_mutations"]
+__all__ = ["catalogue"]
 
-Arguments = dict[str, Any]
-_OWN = {"x_q", "x_k", "x_v", "extra_key", "extra_value", "zero_attention"}
-_OWN |= {f"{kind}_{n}" for kind in "wb" for n in "qkvo"}
+catalogue = Catalogue(MultiHead, built_on=dense)
 
-
-class Layer:
-    """Multi-head attention on float64 arrays, in steps."""
-
-    def __init__(self, arguments: Arguments) -> None:
-        self.a = arguments
-        self.shared = {n: x for n, x in arguments.items() if n not in _OWN}
-        self.roles = {"q": "x_q", "k": "x_q" if arguments.get("x_k") is None else "x_k"}
-        self.roles["v"] = self.roles["k"] if arguments.get("x_v") is None else "x_v"
-
-    def get(self, name: str) -> Any:
-        x = self.a.get(name)
-        return None if x is None else np.asarray(x, dtype=np.float64)
-
-    # ------------------------------------------------------------ steps that mistakes replace
-
-    def tokens(self, n: str) -> np.ndarray:
-        return self.get(self.roles[n])
-
-    def weight(self, n: str) -> np.ndarray:
-        return self.get(f"w_{n}")
-
-    def bias(self, n: str) -> Any:
-        return self.get(f"b_{n}")
-
-    def behind(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray, Arguments]:
-        """Keys and values with the extra ones, and the options to match."""
-        extra = (self.get("extra_key"), self.get("extra_value"), bool(self.a.get("zero_attention")))
-        return with_extra_keys(q, k, v, *extra, self.shared)
-
-    def role_gradients(self, parts: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-        """One gradient for each array of tokens from those of its roles."""
-        return {n: sum(d) for n, d in parts.items()}  # type: ignore[misc]
-
-    def over_tokens(self, d: np.ndarray) -> np.ndarray:
-        """Gradient of a bias from cotangents (..., head, position, channel)."""
-        return d.sum(axis=(*range(d.ndim - 3), -2))
-
-    # ------------------------------------------------------------ the computation
-
-    def heads(self, n: str) -> np.ndarray:
-        made = np.einsum("...tm,mhd->...htd", self.tokens(n), self.weight(n))
-        bias = self.bias(n)
-        return made if bias is None else made + bias[:, None, :]
-
-    def problem(self) -> Arguments:
-        """The call of softmax attention."""
-        q, k, v = (self.heads(n) for n in "qkv")
-        self.keys = k.shape[-2]
-        k, v, shared = self.behind(q, k, v)
-        return {"q": q, "k": k, "v": v, **shared}
-
-    def finish(self, result: Result) -> Result:
-        self.o = result.output
-        output = np.einsum("...hqe,hem->...qm", self.o, self.weight("o"))
-        bias = self.bias("o")
-        output = output if bias is None else output + bias
-        return Result(output=np.where(self.real(output), output, 0.0), lse=result.lse)
-
-    def real(self, output: np.ndarray) -> Any:
-        rows = self.a.get("query_lengths")
-        if rows is None:
-            return True
-        rows = np.broadcast_to(np.reshape(rows, output.shape[:-2] if np.size(rows) > 1 else ()), output.shape[:-2])
-        return (np.arange(output.shape[-2]) < rows[..., None])[..., None]
-
-    def head_cotangents(self, cotangents: Arguments) -> Arguments:
-        """Cotangents of the softmax attention's results."""
-        found = {"lse": cotangents.get("lse")}
-        if cotangents.get("output") is not None:
-            d = np.asarray(cotangents["output"], dtype=np.float64)
-            found["output"] = np.einsum("...qm,hem->...hqe", np.where(self.real(d), d, 0.0), self.weight("o"))
-        return {n: d for n, d in found.items() if d is not None}
-
-    def pull(self, d: Arguments, cotangents: Arguments) -> dict[str, np.ndarray]:
-        """Gradients of the layer's arguments from those of the softmax attention's."""
-        found = {n: g for n, g in d.items() if n not in ("q", "k", "v")}
-        if "bias" in found and _has_extra(self):  # it was written out over all keys
-            found["bias"] = found["bias"][..., : self.keys]
-        if cotangents.get("output") is not None:
-            d_output = np.asarray(cotangents["output"], dtype=np.float64)
-            d_output = np.where(self.real(d_output), d_output, 0.0)
-            found["b_o"] = self.over_tokens(d_output[..., None, :, :])[0]
-            found["w_o"] = einsum("...hqe,...qm->hem", self.o, d_output)
-        parts: dict[str, list[np.ndarray]] = {}
-        for n in "qkv":
-            if n not in d:
-                continue
-            own = d[n] if n == "q" else d[n][..., : self.keys, :]
-            found[f"b_{n}"] = self.over_tokens(own)
-            found[f"w_{n}"] = einsum("...tm,...htd->mhd", self.tokens(n), own)
-            tokens = np.einsum("...htd,mhd->...tm", own, self.weight(n))
-            parts.setdefault(self.roles[n], []).append(sum_to_shape(tokens, self.get(self.roles[n]).shape))
-        for name, n in (("extra_key", "k"), ("extra_value", "v")):
-            if self.a.get(name) is not None and n in d:
-                found[name] = d[n][..., self.keys, :].reshape(-1, *self.get(name).shape).sum(0)
-        wanted = {role: sum(role == r for r in self.roles.values()) for role in parts}
-        found |= self.role_gradients({n: d for n, d in parts.items() if len(d) == wanted[n]})
-        return {
-            n: sum_to_shape(np.asarray(g), np.shape(self.a[n])) for n, g in found.items() if self.a.get(n) is not None
-        }
-
-    def forward(self) -> Result:
-        self.steps = Steps(self.problem())
-        return self.finish(self.steps.forward())
-
-    def backward(self, cotangents: Arguments) -> dict[str, np.ndarray]:
-        """After ``forward``."""
-        return self.pull(self.steps.backward(self.head_cotangents(cotangents)), cotangents)
+# ---------------------------------------------------------------------- projections
 
 
-def _differ(right: Any, wrong: Any) -> bool:
-    for name in wrong:
-        a, b = np.asarray(right[name]), np.asarray(wrong[name])
-        size = np.abs(a[np.isfinite(a)]).max(initial=1.0)
-        if a.shape != b.shape or not np.allclose(a, b, rtol=0, atol=1e-9 * size, equal_nan=True):
-            return True
-    return False
+def interleaved(w):
+    """A projection (m, h, d) whose columns are read as d groups of h."""
+    m, h, d = w.shape
+    return np.swapaxes(w.reshape(m, d, h), 1, 2)
 
 
-def _mistake(
-    class_: str,
-    says: str,
-    *,
-    applies: Callable[[Layer], bool] = lambda layer: True,
-    without: tuple[str, ...] = (),
-    backward_only: bool = False,
-    **steps: Callable[..., Any],
-) -> Mutation:
-    """A layer with replaced steps; ``without`` names gradients that the mistake leaves undefined."""
-    wrong_class = type("_Mistaken", (Layer,), steps)
-
-    def forward(arguments: Arguments) -> Result | None:
-        right, wrong = Layer(arguments), wrong_class(arguments)
-        if not applies(right):
-            return None
-        with np.errstate(all="ignore"):
-            expected, found = right.forward(), wrong.forward()
-        return found if _differ(expected.fields, found.fields) else None
-
-    def gradients(arguments: Arguments, cotangents: Arguments) -> dict[str, Any] | None:
-        right, wrong = Layer(arguments), wrong_class(arguments)
-        if not applies(right):
-            return None
-        with np.errstate(all="ignore"):
-            right.forward(), wrong.forward()
-            expected, found = right.backward(cotangents), wrong.backward(cotangents)
-        found = {n: g for n, g in found.items() if n not in without}
-        return found if _differ(expected, found) else None
-
-    return Mutation(class_, says, forward=None if backward_only else forward, gradients=gradients)
+def parted(w):
+    """The inverse of ``interleaved``."""
+    return np.swapaxes(w, 1, 2).reshape(w.shape)
 
 
-def _lifted(mutation: Mutation) -> Mutation:
-    """A mistake of softmax attention inside the layer."""
+@catalogue.mistake(why="One wide projection is cut as (channel, head) where (head, channel) is due.")
+class heads_interleaved(MultiHead):
+    """the columns of w_q and w_k are read channel by channel, not head by head"""
 
-    def forward(arguments: Arguments) -> Result | None:
-        layer = Layer(arguments)
-        with np.errstate(all="ignore"):
-            result = mutation.forward(layer.problem()) if mutation.forward else None
-            return None if result is None else layer.finish(result)
+    @step
+    def w_q(self):
+        return interleaved(self.argument("w_q"))
 
-    def gradients(arguments: Arguments, cotangents: Arguments) -> dict[str, Any] | None:
-        layer = Layer(arguments)
-        with np.errstate(all="ignore"):
-            problem = layer.problem()
-            result = mutation.forward(problem) if mutation.forward else None
-            layer.finish(Steps(problem).forward() if result is None else result)
-            d = mutation.gradients(problem, layer.head_cotangents(cotangents)) if mutation.gradients else None
-            return None if d is None else layer.pull(d, cotangents)
+    @step
+    def w_k(self):
+        return interleaved(self.argument("w_k"))
 
-    return Mutation(
-        mutation.class_,
-        mutation.says,
-        forward=forward if mutation.forward else None,
-        gradients=gradients if mutation.gradients else None,
-    )
+    @step
+    def d_w_q(self):
+        return parted(super().d_w_q)
+
+    @step
+    def d_w_k(self):
+        return parted(super().d_w_k)
 
 
-def _interleaved(x: np.ndarray) -> np.ndarray:
-    """Projection (m, h, d) whose columns are read as d groups of h."""
-    m, h, d = x.shape
-    return np.swapaxes(x.reshape(m, d, h), 1, 2)
+@catalogue.mistake(
+    name="heads_interleaved", why="One wide projection is cut as (channel, head) where (head, channel) is due."
+)
+class all_heads_interleaved(heads_interleaved):
+    """the columns of w_q, w_k and w_v are read channel by channel, not head by head"""
+
+    @step
+    def w_v(self):
+        return interleaved(self.argument("w_v"))
+
+    @step
+    def d_w_v(self):
+        return parted(super().d_w_v)
 
 
-def _has_extra(layer: Layer) -> bool:
-    return layer.a.get("extra_key") is not None or bool(layer.a.get("zero_attention"))
+@catalogue.mistake(why="Heads are merged by a reshape without moving their axis, or in another order.")
+class heads_not_merged(MultiHead):
+    """the output projection reads the heads' channels in another order than they stand in"""
+
+    @step
+    def w_o(self):
+        h, e, m = self.argument("w_o").shape
+        return np.swapaxes(self.argument("w_o").reshape(e, h, m), 0, 1)
+
+    @step
+    def d_w_o(self):
+        return np.swapaxes(super().d_w_o, 0, 1).reshape(self.argument("w_o").shape)
 
 
-def _joined_heads(layer: Layer, n: str) -> np.ndarray:
-    w = Layer.weight(layer, n)
-    return _interleaved(w) if n in "qk" else w
+@catalogue.mistake(
+    name="heads_not_merged", why="(..., h, q, e) is reshaped to (..., q, h e) without moving the head's axis."
+)
+class heads_reshaped(MultiHead):
+    """heads are merged by a reshape that leaves their axis where it is"""
+
+    @step
+    def heads_output(self):
+        right = super().heads_output
+        return np.swapaxes(right.reshape(*right.shape[:-3], right.shape[-2], right.shape[-3], -1), -2, -3)
+
+    @step
+    def d_heads_output(self):
+        return np.swapaxes(super().d_heads_output, -2, -3).reshape(self.attention.output.shape)
 
 
-def _scaled_by_model(layer: Layer) -> Arguments:
-    problem = Layer.problem(layer)
-    return {**problem, "scale": layer.tokens("q").shape[-1] ** -0.5}
+@catalogue.mistake(why="A weight is stored as (out, in).")
+class projection_transposed(MultiHead):
+    """w_q and w_k of all heads together are read transposed, where that is possible"""
+
+    def transposed(self, w):
+        m, h, d = w.shape
+        return w.reshape(m, h * d).T.reshape(w.shape) if m == h * d else w
+
+    @step
+    def w_q(self):
+        return self.transposed(self.argument("w_q"))
+
+    @step
+    def w_k(self):
+        return self.transposed(self.argument("w_k"))
+
+    @step
+    def d_w_q(self):
+        return self.transposed(super().d_w_q)
+
+    @step
+    def d_w_k(self):
+        return self.transposed(super().d_w_k)
 
 
-def _no_output_heads(layer: Layer, n: str) -> np.ndarray:
-    w = Layer.weight(layer, n)
-    return w if n != "o" else np.swapaxes(w.reshape(w.shape[1], w.shape[0], w.shape[2]), 0, 1)
+@catalogue.mistake(why="The embedding's size is taken for that of a head.")
+class scale_dmodel(MultiHead):
+    """the scale comes from the model channels, not from those of a head"""
+
+    @step
+    def scale(self):
+        given = self.argument("scale")
+        return self.x_q.shape[-1] ** -0.5 if given is None else given
 
 
-def _masked_extra(
-    layer: Layer, q: np.ndarray, k: np.ndarray, v: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, Arguments]:
-    """Extra keys are hidden in every row in which the last of the k keys is."""
-    k, v, shared = Layer.behind(layer, q, k, v)
-    mask = np.asarray(shared["mask"]).copy()
-    if layer.keys:
-        mask[..., layer.keys :] &= mask[..., layer.keys - 1 : layer.keys]
-    return k, v, {**shared, "mask": mask}
+@catalogue.mistake(
+    why="A bias is not loaded, or not handed on.",
+    variants=[
+        {"what": " and ".join(names), **dict.fromkeys(names), **{f"d_{n}": 0.0 for n in names}}
+        for names in (("b_q",), ("b_k",), ("b_v",), ("b_o",), ("b_q", "b_k", "b_v"))
+    ],
+)
+class projection_bias_drop(MultiHead):
+    """{what} not added"""
 
 
-def _without(*names: str) -> Callable[..., Any]:
-    def behind(layer: Layer, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray, Arguments]:
-        extra = {n: layer.a.get(n) for n in ("extra_key", "extra_value", "zero_attention") if n not in names}
-        return with_extra_keys(
-            q, k, v, extra.get("extra_key"), extra.get("extra_value"), bool(extra.get("zero_attention")), layer.shared
+@catalogue.mistake(why="A mean where a sum is due.", sides=("backward",), arrays=("b_q", "b_k", "b_v", "b_o"))
+class projection_bias_grad(MultiHead):
+    """gradients of the projections' biases are means over the tokens"""
+
+    @step
+    def d_b_q(self):
+        return super().d_b_q / tokens(self.d_q)
+
+    @step
+    def d_b_k(self):
+        return super().d_b_k / tokens(self.d_own_k)
+
+    @step
+    def d_b_v(self):
+        return super().d_b_v / tokens(self.d_own_v)
+
+    @step
+    def d_b_o(self):
+        return super().d_b_o / max(1, np.prod(self.d_output.shape[:-1]))
+
+
+def tokens(d):
+    """How many positions of all batch entries d (..., h, t, d) has."""
+    return max(1, d[..., 0, :, 0].size) if d.size else 1
+
+
+@catalogue.mistake(
+    name="projection_bias_grad",
+    why="Only one batch entry is summed.",
+    sides=("backward",),
+    arrays=("b_q", "b_k", "b_v", "b_o"),
+)
+class projection_bias_grad_of_first(MultiHead):
+    """gradients of the projections' biases are those of batch entry 0"""
+
+    def first(self, d):
+        d = d.reshape(-1, *d.shape[-3:])[:1]
+        return d.sum((0, -2))
+
+    @step
+    def d_b_q(self):
+        return self.first(self.d_q)
+
+    @step
+    def d_b_k(self):
+        return self.first(self.d_own_k)
+
+    @step
+    def d_b_v(self):
+        return self.first(self.d_own_v)
+
+    @step
+    def d_b_o(self):
+        return self.first(self.d_output[..., None, :, :])[0]
+
+
+# ---------------------------------------------------------------------- which tokens
+
+
+@catalogue.mistake(why="Self-attention is the only case that is tried.")
+class values_from_queries(MultiHead):
+    """k and v are projections of the query tokens"""
+
+    @step
+    def alike(self):
+        shapes = {self.argument(n).shape for n in ("x_q", super().role_of_keys, super().role_of_values)}
+        return len(shapes) == 1
+
+    @step
+    def role_of_keys(self):
+        return "x_q" if self.alike else super().role_of_keys
+
+    @step
+    def role_of_values(self):
+        return "x_q" if self.alike else super().role_of_values
+
+
+@catalogue.mistake(name="values_from_queries", why="x_v has the default of x_k, and is never read.")
+class values_from_keys(MultiHead):
+    """v is a projection of the key tokens"""
+
+    @step
+    def role_of_values(self):
+        alike = self.argument(super().role_of_values).shape == self.key_tokens.shape
+        return self.role_of_keys if alike else super().role_of_values
+
+
+@catalogue.mistake(name="swap_kv", why="Two arguments are handed over in another order.")
+class tokens_swapped(MultiHead):
+    """keys and values are made of each other's tokens"""
+
+    @step
+    def alike(self):
+        return self.argument(super().role_of_keys).shape == self.argument(super().role_of_values).shape
+
+    @step
+    def role_of_keys(self):
+        return super().role_of_values if self.alike else super().role_of_keys
+
+    @step
+    def role_of_values(self):
+        return super().role_of_keys if self.alike else super().role_of_values
+
+
+class OneRole(MultiHead):
+    """An array in several roles gets the gradient of one."""
+
+    last = False
+
+    @step
+    def d_roles(self):
+        return {n: parts[-1:] if self.last else parts[:1] for n, parts in super().d_roles.items()}
+
+
+@catalogue.mistake(
+    why="The gradient of one role overwrites that of another.",
+    sides=("backward",),
+    variants=({"which": "first", "last": False}, {"which": "last", "last": True}),
+)
+class role_grad_dropped(OneRole):
+    """an array in several roles gets the gradient of its {which} one"""
+
+
+# ---------------------------------------------------------------------- extra keys
+
+
+class FewerExtras(MultiHead):
+    """A dropout mask without the columns of what is left out."""
+
+    @step
+    def dropout_mask(self):
+        given = self.argument("dropout_mask")
+        own = self.own_k.shape[-2]
+        if given is None or given.shape[-1] <= own:
+            return given
+        left_out = own if self.argument("extra_key") is not None and self.extra_key is None else -1
+        return np.delete(given, left_out, axis=-1) if self.fewer else given
+
+    @step
+    def fewer(self):
+        given = (self.argument("extra_key") is not None) + bool(self.argument("zero_attention"))
+        return self.extra_of_keys.shape[-2] < given
+
+
+@catalogue.mistake(why="Two learned rows are easily forgotten.")
+class extra_key_drop(FewerExtras):
+    """the extra key and value are left out"""
+
+    extra_key = None
+    extra_value = None
+    d_extra_key = 0.0
+    d_extra_value = 0.0
+
+
+@catalogue.mistake(why="An option that few use.")
+class zero_attention_drop(FewerExtras):
+    """the key of zeros is left out"""
+
+    zero_attention = False
+
+
+@catalogue.mistake(why="The row of zeros is appended to the tokens, before they are projected.")
+class zero_attention_projected(MultiHead):
+    """the row of zeros is a token: its key and value are the biases of the projections"""
+
+    @step
+    def zero_key(self):
+        return super().zero_key if self.b_k is None else self.b_k
+
+    @step
+    def zero_value(self):
+        return super().zero_value if self.b_v is None else self.b_v
+
+    @step
+    def d_b_k(self):
+        return super().d_b_k + self.of_zero(self.d_k)
+
+    @step
+    def d_b_v(self):
+        return super().d_b_v + self.of_zero(self.d_v)
+
+    def of_zero(self, d):
+        d = d[..., -1, :] * float(self.zero_attention)
+        return d.sum(axis=tuple(range(d.ndim - 2)))
+
+
+class LastKeyHides(ScaledDotProduct):
+    """Extra keys are visible where the last key is."""
+
+    @step
+    def visible(self):
+        seen = super().visible
+        if not self.extra_keys or not self.own_keys:
+            return seen
+        last = seen[..., self.own_keys - 1 : self.own_keys]
+        return np.concatenate([seen[..., : self.own_keys], seen[..., self.own_keys :] & last], axis=-1)
+
+
+@catalogue.mistake(why="The mask is padded with its last column.")
+class extra_key_masked(MultiHead):
+    """mask, causal and lengths hide the extra keys with the last key"""
+
+    inner = LastKeyHides
+
+
+@catalogue.mistake(name="extra_key_masked", why="The extra value is taken for a key's, and the other way round.")
+class extra_swapped(MultiHead):
+    """extra key and extra value are exchanged"""
+
+    @step
+    def alike(self):
+        return self.argument("extra_key") is not None and np.shape(self.argument("extra_key")) == np.shape(
+            self.argument("extra_value")
         )
 
-    return behind
+    @step
+    def extra_key(self):
+        return self.argument("extra_value" if self.alike else "extra_key")
 
+    @step
+    def extra_value(self):
+        return self.argument("extra_key" if self.alike else "extra_value")
 
-def _zero_key_bias(
-    layer: Layer, q: np.ndarray, k: np.ndarray, v: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, Arguments]:
-    """The row of zeros goes through the projection, so that its value is b_v and its key b_k."""
-    k, v, shared = Layer.behind(layer, q, k, v)
-    k, v = k.copy(), v.copy()
-    for x, n in ((k, "k"), (v, "v")):
-        bias = layer.get(f"b_{n}")
-        if bias is not None:
-            x[..., -1, :] = bias
-    return k, v, shared
+    @step
+    def d_extra_key(self):
+        return super().d_extra_value if self.alike else super().d_extra_key
 
-
-def _first_role(layer: Layer, parts: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    return {n: d[0] for n, d in parts.items()}
-
-
-def _last_role(layer: Layer, parts: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    return {n: d[-1] for n, d in parts.items()}
-
-
-def _shares(layer: Layer) -> bool:
-    return len(set(layer.roles.values())) < 3
-
-
-def _no_bias(names: str) -> Callable[[Layer, str], Any]:
-    return lambda layer, n: None if n in names else Layer.bias(layer, n)
-
-
-def _own() -> list[Mutation]:
-    made = [
-        _mistake(
-            "heads_interleaved",
-            "the columns of w_q and w_k are read channel by channel, not head by head",
-            applies=lambda x: x.weight("q").shape[1] == x.weight("k").shape[1],
-            without=("w_q", "w_k"),
-            weight=_joined_heads,
-        ),
-        _mistake(
-            "heads_not_merged",
-            "the output projection reads the heads' channels in another order than they stand in",
-            without=("w_o",),
-            weight=_no_output_heads,
-        ),
-        _mistake(
-            "scale_dmodel",
-            "the scale comes from the model channels, not from those of a head",
-            applies=lambda x: x.a.get("scale") is None,
-            problem=_scaled_by_model,
-        ),
-        _mistake(
-            "values_from_queries",
-            "k and v are projections of the query tokens",
-            applies=lambda x: (
-                x.roles["k"] != "x_q" and x.get("x_q").shape == x.tokens("k").shape == x.tokens("v").shape
-            ),
-            without=("x_q", "x_k", "x_v"),
-            tokens=lambda x, n: x.get("x_q"),
-        ),
-        _mistake(
-            "swap_kv",
-            "keys and values are made of each other's tokens",
-            applies=lambda x: x.roles["k"] != x.roles["v"] and x.tokens("k").shape == x.tokens("v").shape,
-            without=("x_k", "x_v"),
-            tokens=lambda x, n: Layer.tokens(x, {"q": "q", "k": "v", "v": "k"}[n]),
-        ),
-        _mistake("extra_key_drop", "the extra key and value are left out", behind=_without("extra_key", "extra_value"),
-                 applies=lambda x: x.a.get("extra_key") is not None, without=("extra_key", "extra_value")),
-        _mistake("zero_attention_drop", "the key of zeros is left out", behind=_without("zero_attention")),
-        _mistake(
-            "zero_attention_projected",
-            "the row of zeros is a token: its key and value are the biases of the projections",
-            applies=lambda x: bool(x.a.get("zero_attention")),
-            without=("b_k", "b_v"),
-            behind=_zero_key_bias,
-        ),
-        _mistake("extra_key_masked", "mask, causal and lengths hide the extra keys with the last key", applies=_has_extra,
-                 behind=_masked_extra),
-    ]  # fmt: skip
-    for names in ("q", "k", "v", "o", "qkv"):
-        made.append(
-            _mistake(
-                "projection_bias_drop",
-                f"{' and '.join(f'b_{n}' for n in names)} not added",
-                without=tuple(f"b_{n}" for n in names),
-                bias=_no_bias(names),
-            )
-        )
-    made += [
-        _mistake("role_grad_dropped", "an array in several roles gets the gradient of its first one", applies=_shares,
-                 backward_only=True, role_gradients=_first_role),
-        _mistake("role_grad_dropped", "an array in several roles gets the gradient of its last one", applies=_shares,
-                 backward_only=True, role_gradients=_last_role),
-        _mistake("projection_bias_grad", "gradients of the projections' biases are means over the tokens", backward_only=True,
-                 over_tokens=lambda x, d: d.mean(axis=(*range(d.ndim - 3), -2))),
-    ]  # fmt: skip
-    return made
-
-
-multi_head_mutations: tuple[Mutation, ...] = (*_own(), *map(_lifted, dense_mutations))
-"""Every mistake; several of one class where its numbers differ."""
+    @step
+    def d_extra_value(self):
+        return super().d_extra_key if self.alike else super().d_extra_value

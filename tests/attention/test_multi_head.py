@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-from contract.cases.multi_head import CASES, B, D, E, G, H, K, M, Q, base
-from support import assert_adjoint, assert_close, cases, random_cotangents
+from contract.cases.multi_head import B, D, E, G, H, K, M, Q, base
+from support import assert_adjoint, assert_close, cases
 
 import refattn as ra
-from refattn.mistakes.multi_head import Layer
 
 attention = ra.multi_head_attention
 EPS = np.finfo(np.float64).eps
@@ -150,48 +149,6 @@ def test_extra_keys_are_counted_outside_the_pattern():
     assert extra.multiplies - plain.multiplies == 6 * 6 * 6
 
 
-# ---------------------------------------------------------------------- mistakes
-
-SEEING = [
-    {**base(1, g=H), "zero_attention": True, **{n: rng(4).standard_normal((H, s)) for n, s in (("extra_key", D), ("extra_value", E))},
-     "causal": True, "align": "upper_left", "mask": rng(3).random((B, 1, Q, K)) < 0.7},
-    base(2, shared=2, k=Q),
-    base(3, k=Q, g=H, e=D),
-    base(3, k=Q, m=5),
-]  # fmt: skip
-
-
-def test_the_base_of_the_mistakes_is_right():
-    for arguments in (
-        *SEEING,
-        base(0, **CASES["both_lengths"]),
-        base(0, **CASES["both_bias"]),
-        base(0, **CASES["together"]),
-        base(0, **CASES["both_cap_after"]),
-        base(0, **CASES["widths"]),
-    ):
-        layer = Layer(arguments)
-        result, pullback = attention.vjp(**arguments)
-        cotangents = random_cotangents(attention, result, rng(2))
-        with np.errstate(all="ignore"):
-            assert_close(layer.forward().output, result.output, 80 * EPS)
-            found = layer.backward(cotangents)
-        for n, g in pullback(**cotangents).items():
-            assert_close(found[n], g, 300 * EPS)
-
-
-def test_dense_mistakes_are_lifted_through_the_projections():
-    arguments = {**base(4, k=Q), "causal": True}
-    by_class = {m.class_: m for m in attention.mutations}
-    dropped = by_class["causal_drop"].forward(arguments)
-    assert_close(dropped.output, attention(**{**arguments, "causal": False}), 80 * EPS)
-    gradients = by_class["gqa_grad_nosum"].gradients(arguments, {"output": np.ones((B, Q, M))})
-    result, pullback = attention.vjp(**arguments)
-    right = pullback(np.ones_like(result.output))
-    assert_close(gradients["w_q"], right["w_q"], 300 * EPS)
-    assert np.max(np.abs(gradients["w_k"] - right["w_k"])) > 1e-3
-
-
 # ---------------------------------------------------------------------- bad input
 
 BAD = {
@@ -254,8 +211,4 @@ def test_keeping_weights_changes_nothing_beside_extra_keys(options):
     np.testing.assert_allclose(kept.output, plain.output, rtol=0, atol=1e-14)
     np.testing.assert_allclose(kept.output, want.output, rtol=0, atol=1e-13)
     np.testing.assert_allclose(kept.weights, want.weights, rtol=0, atol=1e-14)
-    logits = want.logits.copy()
-    for n in range(2):  # logits of padding are -inf; the extra keys come after it
-        logits[n, :, :, options.get("key_lengths", [4, 4])[n] : 4] = -np.inf
-        logits[n, :, options.get("query_lengths", [4, 4])[n] :] = -np.inf
-    np.testing.assert_allclose(kept.logits, logits, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(kept.logits, want.logits, rtol=0, atol=1e-13)

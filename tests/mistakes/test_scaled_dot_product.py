@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from dense_calls import FINITE, PROBES, call, coin, cotangents_of, normal
+from mistake_slopes import assert_slopes
 from ml_dtypes import bfloat16
 
 from refattn.definitions.scaled_dot_product import ScaledDotProduct
@@ -87,11 +88,6 @@ UNDERIVED = (
 )  # fmt: skip
 
 
-def summed(definition, cotangents):
-    lse = np.where(np.isfinite(definition.lse), definition.lse, 0)
-    return np.sum(definition.output * cotangents["output"]) + np.sum(lse * cotangents["lse"])
-
-
 def test_gradients_of_a_mistake_are_slopes_of_its_results(shown):
     """As a framework would derive them.  Central differences, two steps and Richardson: error ~ h^4 and U / h.
 
@@ -113,20 +109,7 @@ def test_gradients_of_a_mistake_are_slopes_of_its_results(shown):
             if mistake.edit.number < -1e5:
                 continue
             cotangents["lse"] *= 0.0
-        wrong = mistake.edit(arguments, cotangents)
-        gradients = wrong.gradient()
-        if not all(np.isfinite(x).all() for x in gradients.values()):
-            continue
-        fixed = {n: getattr(wrong, n) for n in ("maximum", "last_maximum") if hasattr(mistake.edit, n)}
-
-        for n, gradient in gradients.items():
-            direction = rng.standard_normal(np.shape(arguments[n]))
-            at = {s: {**arguments, n: arguments[n] + s * 1e-3 * direction} for s in (2, 1, -1, -2)}
-            sums = {s: summed(mistake.edit(moved, handed=fixed), cotangents) for s, moved in at.items()}
-            coarse, fine = ((sums[s] - sums[-s]) / (2e-3 * s) for s in (2, 1))
-            slope = (4 * fine - coarse) / 3
-            size = np.sum(np.abs(gradient * direction))
-            assert abs(np.sum(gradient * direction) - slope) <= 1e-7 * max(1.0, size), (mistake.class_, mistake.says, n)
+        assert_slopes(mistake, arguments, cotangents, rng, fixed=("maximum", "last_maximum"))
 
 
 def results(class_, arguments, says=""):

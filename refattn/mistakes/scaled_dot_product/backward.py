@@ -171,8 +171,8 @@ class BiasCopies(ScaledDotProduct):
     @step
     def copied(self):
         shape = np.shape(self.argument("bias"))
-        full = (1,) * (len(self.pairs) - len(shape)) + tuple(shape)
-        return tuple(a for a, n in enumerate(full) if n == 1 and self.pairs[a] != 1)
+        full = (1,) * (len(self.own_pairs) - len(shape)) + tuple(shape)
+        return tuple(a for a, n in enumerate(full) if n == 1 and self.own_pairs[a] != 1)
 
 
 @catalogue.mistake(
@@ -188,7 +188,7 @@ class bias_grad(BiasCopies):
 
     @step
     def d_bias(self):
-        d = np.broadcast_to(self.d_added, self.pairs)
+        d = self.d_own_added
         kept = tuple(self.at if a in self.copied else slice(None) for a in range(d.ndim))
         return d[kept].reshape(np.shape(self.argument("bias")))
 
@@ -199,7 +199,7 @@ class bias_grad_mean(BiasCopies):
 
     @step
     def d_bias(self):
-        return np.broadcast_to(self.d_added, self.pairs).mean(self.copied).reshape(np.shape(self.argument("bias")))
+        return self.d_own_added.mean(self.copied).reshape(np.shape(self.argument("bias")))
 
 
 @catalogue.mistake(name="bias_grad", why="dS times the scale is what is stored.", sides=BACKWARD, arrays=("bias",))

@@ -28,8 +28,8 @@ class Misplaced(ScaledDotProduct):
         return {
             "upper left": per_batch(0, self.lead),
             "lower right": self.real_keys - self.real_queries,
-            "lower right of the padded lengths": per_batch(self.keys - self.queries, self.lead),
-            "lower right of the padded keys": self.keys - self.real_queries,
+            "lower right of the padded lengths": per_batch(self.own_keys - self.queries, self.lead),
+            "lower right of the padded keys": self.own_keys - self.real_queries,
             "lower right of the padded queries": self.real_keys - self.queries,
             "as far to the other side": -super().offset,
         }[self.place]

@@ -217,7 +217,7 @@ class lengths_exchanged(ScaledDotProduct):
 
     @step
     def real_keys(self):
-        return np.minimum(super().real_queries, self.keys)
+        return np.minimum(super().real_queries, self.own_keys)
 
 
 @catalogue.mistake(name="arguments_exchanged", why="Two arguments are handed over in another order.")
@@ -227,7 +227,7 @@ class segments_exchanged(ScaledDotProduct):
     @step
     def visible_by_segments(self):
         right = super().visible_by_segments
-        square = self.query_segments is not None and self.queries == self.keys
+        square = self.query_segments is not None and self.queries == self.own_keys
         return np.swapaxes(right, -1, -2) if square else right
 
 

@@ -130,7 +130,7 @@ class tail_dropped(ScaledDotProduct):
 
     @step
     def visible(self):
-        return super().visible & (self.j < (self.keys // self.tile * self.tile or self.keys))
+        return super().visible & (np.arange(self.keys) < (self.keys // self.tile * self.tile or self.keys))
 
 
 @catalogue.mistake(
@@ -142,7 +142,7 @@ class tail_of_one_dropped(ScaledDotProduct):
     @step
     def visible(self):
         alone = self.keys % self.tile == 1 and self.keys > 1
-        return super().visible & (self.j < self.keys - 1) if alone else super().visible
+        return super().visible & (np.arange(self.keys) < self.keys - 1) if alone else super().visible
 
 
 class LengthsOff(ScaledDotProduct):
@@ -163,7 +163,7 @@ class lengths_off1(LengthsOff):
 
     @step
     def visible_by_key_lengths(self):
-        return True if self.key_lengths is None else self.j < np.clip(self.real_keys + self.by, 0, self.keys)
+        return True if self.key_lengths is None else self.j < np.clip(self.real_keys + self.by, 0, self.own_keys)
 
 
 @catalogue.mistake(

@@ -368,7 +368,7 @@ class alibi_padded_offset(ScaledDotProduct):
 
     @step
     def distance(self):
-        return np.abs(self.j - self.i - (self.keys - self.queries))
+        return np.abs(self.j - self.i - (self.own_keys - self.queries))
 
 
 @catalogue.mistake(why="A sign is lost where the distance is not an absolute value.")
@@ -431,7 +431,7 @@ class bias_scaled(ScaledDotProduct):
         if self.argument("bias") is None:
             return super().d_scale
         given = np.where(np.isneginf(self.bias.real), 0.0, self.argument("bias"))
-        return super().d_scale + (np.broadcast_to(self.d_added, self.pairs) * given).sum()
+        return super().d_scale + (self.d_own_added * given).sum()
 
 
 @catalogue.mistake(
@@ -446,11 +446,11 @@ class bias_nooffset(ScaledDotProduct):
     @step
     def bias(self):
         given = self.argument("bias")
-        return None if given is None else np.roll(given, self.sign * (self.keys - self.queries), axis=-1)
+        return None if given is None else np.roll(given, self.sign * (self.own_keys - self.queries), axis=-1)
 
     @step
     def d_bias(self):
-        return np.roll(super().d_bias, -self.sign * (self.keys - self.queries), axis=-1)
+        return np.roll(super().d_bias, -self.sign * (self.own_keys - self.queries), axis=-1)
 
 
 @catalogue.mistake(why="The compiled path has no hook.")

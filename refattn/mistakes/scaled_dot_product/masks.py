@@ -83,7 +83,7 @@ class segments_of_first(ScaledDotProduct):
     def visible_by_segments(self):
         if self.query_segments is None:
             return True
-        whole = np.broadcast_to(super().visible_by_segments, (*self.lead, 1, self.queries, self.keys))
+        whole = np.broadcast_to(super().visible_by_segments, (*self.lead, 1, self.queries, self.own_keys))
         return whole.reshape(-1, *whole.shape[-3:])[:1].reshape(whole.shape[-3:]) if whole.size else whole
 
 
@@ -105,7 +105,7 @@ class keep_additive(ScaledDotProduct):
     @step
     def added(self):
         given = self.argument("mask")
-        return super().added if given is None else super().added + np.asarray(given, dtype=np.float64)
+        return super().added if given is None else super().added + self.beside(np.asarray(given, dtype=np.float64), 0.0)
 
 
 class BiasAsMask(ScaledDotProduct):
@@ -201,10 +201,10 @@ class Misread(ScaledDotProduct):
     @step
     def places(self):
         """The flat place in (..., h, q, k) that is read for each pair."""
-        n = (int(np.prod(self.lead)), *self.pairs[-3:])
+        n = (int(np.prod(self.lead)), *self.own_pairs[-3:])
         b, h, i, j = np.ogrid[tuple(slice(size) for size in n)]
         at = np.broadcast_arrays(*self.read(b, h, i, j, n))
-        return np.ravel_multi_index(at, n).reshape(self.pairs) if np.prod(n) else np.zeros(self.pairs, int)
+        return np.ravel_multi_index(at, n).reshape(self.own_pairs) if np.prod(n) else np.zeros(self.own_pairs, int)
 
 
 @catalogue.mistake(
@@ -217,7 +217,7 @@ class mask_stride(Misread):
     def visible_by_mask(self):
         if self.mask is None:
             return True
-        return np.broadcast_to(self.mask, self.pairs).ravel()[self.places]
+        return np.broadcast_to(self.mask, self.own_pairs).ravel()[self.places]
 
 
 @catalogue.mistake(
@@ -231,11 +231,11 @@ class bias_stride(Misread):
     @step
     def bias(self):
         given = self.argument("bias")
-        return None if given is None else np.broadcast_to(given, self.pairs).ravel()[self.places]
+        return None if given is None else np.broadcast_to(given, self.own_pairs).ravel()[self.places]
 
     @step
     def d_bias(self):
-        d = scattered(np.broadcast_to(self.d_added, self.pairs), self.places, self.pairs)
+        d = scattered(self.d_own_added, self.places, self.own_pairs)
         return sum_to_shape(d, np.shape(self.argument("bias")))
 
 
@@ -268,7 +268,7 @@ class mask_after_softmax(ScaledDotProduct):
 
     @step
     def dropout(self):
-        return super().dropout * super().visible_by_mask
+        return super().dropout * self.beside(super().visible_by_mask, True)
 
 
 @catalogue.mistake(
@@ -281,7 +281,7 @@ class causal_after_softmax(ScaledDotProduct):
 
     @step
     def dropout(self):
-        return super().dropout * super().visible_by_causal
+        return super().dropout * self.beside(super().visible_by_causal, True)
 
 
 @catalogue.mistake(
@@ -294,7 +294,7 @@ class window_after_softmax(ScaledDotProduct):
 
     @step
     def dropout(self):
-        return super().dropout * super().visible_by_window
+        return super().dropout * self.beside(super().visible_by_window, True)
 
 
 @catalogue.mistake(
@@ -307,7 +307,7 @@ class segments_after_softmax(ScaledDotProduct):
 
     @step
     def dropout(self):
-        return super().dropout * super().visible_by_segments
+        return super().dropout * self.beside(super().visible_by_segments, True)
 
 
 @catalogue.mistake(
@@ -320,4 +320,4 @@ class lengths_after_softmax(ScaledDotProduct):
 
     @step
     def dropout(self):
-        return super().dropout * super().visible_by_key_lengths
+        return super().dropout * self.beside(super().visible_by_key_lengths, True)

@@ -339,7 +339,8 @@ class gradient_padding_garbage(ScaledDotProduct):
 
     @step
     def real(self):
-        return (np.arange(self.keys) < self.real_keys[..., 0, :])[..., None]
+        j = np.arange(self.keys)
+        return ((j < self.real_keys[..., 0, :]) | (j >= self.own_keys))[..., None]
 
     @step
     def d_k(self):
