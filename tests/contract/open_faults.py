@@ -31,9 +31,6 @@ OPEN = {
         "etc": "0 1",  # its cost refuses clip, an option of its own
         "linformer": "0",  # the backward leaves out the product that gives the gradient of scale
     },
-    "silent": {
-        "multi_head": "richest",  # mistakes of a bias are offered where there is none, 6e-16 from the right numbers
-    },
     "nan_as_defined": {
         "nystrom": "batch batch_padded",  # NaN in k and a divisor shared by the batch: definition and forward differ
     },

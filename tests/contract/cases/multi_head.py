@@ -57,6 +57,8 @@ SHOWING = {
     "square_self": {"shared": 2, "k": Q},
     "square": {"k": Q, "g": H, "e": D},
     "square_wide": {"k": Q, "m": 5},
+    "as_wide_as_heads": {"k": Q, "m": H * D},
+    "extra_alike": {**EXTRA, "e": D},
 }
 
 
