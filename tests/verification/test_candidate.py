@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import refattn as ra
-from refattn.verification.candidate import Call, UsageError, files, open_candidate, uses_refattn
+from refattn.verification.candidate import Call, UsageError, files, open_candidate
 from refattn.verification.conventions import (
     PRESETS,
     gradients_open,
@@ -358,41 +358,53 @@ def _indirect(q, k, v):
     return [_helper(x) for x in (q, k, v)]
 
 
-def _importing(q, k, v):
+def _helping(q, k, v):
     from refattn import softmax
 
     return softmax(q, axis=-1)
 
 
-def test_a_candidate_that_is_refattn_is_found_out():
+def test_a_candidate_that_asks_refattn_is_found_out():
     local = SDPA
 
     def closure(q, k, v):
         return local(q, k, v)
 
-    for function in (SDPA, SDPA.forward, _indirect, _importing, closure, functools.partial(_indirect, k=None)):
-        assert uses_refattn(function), function
+    def by_the_definition(q, k, v):
+        return SDPA.definition(q, k, v).output
+
+    call = make_call(h=2, g=2, q=5, k=5)
+    for function in (SDPA, SDPA.forward, _indirect, closure, by_the_definition, functools.partial(closure)):
         with open_candidate(function, SDPA) as candidate:
-            assert candidate.independent is False
-    assert not uses_refattn(attention), "that this module imports refattn is no matter"
-    assert not uses_refattn(None)
+            candidate.run([call])
+            assert candidate.independent is False, function
+            assert candidate.asked_of_refattn == ("scaled_dot_product_attention",)
+    for function in (attention, _helping):
+        with open_candidate(function, SDPA) as candidate:
+            candidate.run([call])
+            assert candidate.independent is True, "an import or a helper is no matter"
+    assert candidate.describe()["notes"] == ["it calls refattn's softmax: helpers, not the mechanism"]
 
 
-def test_imports_are_watched_in_the_child(tmp_path):
+def test_imports_and_calls_are_watched_in_the_child(tmp_path):
     (tmp_path / "helper_of_kernels.py").write_text("import refattn.contraction\n")
     lines = {
         "top": "import refattn\ndef f(q, k, v): return q\n",
         "late": "def f(q, k, v):\n    import refattn\n    return q\n",
         "dynamic": "import importlib\ndef f(q, k, v):\n    importlib.import_module('refattn')\n    return q\n",
         "helper": "def f(q, k, v):\n    import helper_of_kernels\n    return q\n",
+        "asks": "import refattn\ndef f(q, k, v):\n    return refattn.local_attention(q, q, q, block=4)\n",
         "clean": "import numpy\ndef f(q, k, v):\n    import math\n    return q\n",
     }
     for name, text in lines.items():
         path = tmp_path / f"{name}.py"
         path.write_text(text)
-        candidate, outcome = run_one(f"{path}:f", make_call())
+        candidate, outcome = run_one(f"{path}:f", make_call(h=2, g=2))
         assert outcome.status == "ok", outcome.message
-        assert candidate.independent is (name == "clean"), name
+        assert candidate.independent is (name != "asks"), name
+        imports = any("imports refattn" in note for note in candidate.describe()["notes"])
+        assert imports is (name not in ("clean", "asks")), name
+    assert outcome.called == ()
 
 
 # ---------------------------------------------------------------------- commands and recorded calls

@@ -22,7 +22,6 @@ call is the two files in one: inputs, cotangents, outputs and gradients together
 
 from refattn.verification.candidate.adapter import Adapter
 from refattn.verification.candidate.calls import Call, Outcome
-from refattn.verification.candidate.independence import uses_refattn
 from refattn.verification.candidate.opening import Abilities, Candidate, Patience, open_candidate
 from refattn.verification.errors import Unsupported, UsageError
 
@@ -36,5 +35,4 @@ __all__ = [
     "Unsupported",
     "UsageError",
     "open_candidate",
-    "uses_refattn",
 ]

@@ -16,7 +16,7 @@ import numpy as np
 from refattn.verification.candidate import files
 from refattn.verification.candidate.calls import Call, Outcome, read_call, write_outcome
 from refattn.verification.candidate.frameworks import Framework, Pulled, framework
-from refattn.verification.candidate.independence import libraries_of, root, uses_refattn
+from refattn.verification.candidate.independence import libraries_of, root, watched_calls
 from refattn.verification.candidate.signature import Acceptance, Signature
 from refattn.verification.conventions import (
     CONVENTION_OPTIONS,
@@ -50,8 +50,8 @@ class Adapter:
         As in ``verify``; None where the user said nothing.
     built_in
         Names of options that the candidate was built with.
-    independent
-        True unless something is known; None: nobody can tell, and its code is not looked at.
+    imports_refattn
+        Whether it, or what it imports, imports refattn.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Adapter:
         supports: Sequence[str] | None = None,
         conventions: Any = None,
         built_in: Sequence[str] = (),
-        independent: bool | None = True,
+        imports_refattn: bool = False,
     ) -> None:
         if not callable(function):
             raise UsageError(f"{name or function!r} is not callable")
@@ -76,8 +76,7 @@ class Adapter:
             raise UsageError(f"backward {backward!r} is not callable")
         self.function, self.backward, self.positional = function, backward, tuple(positional)
         self.name = name or _name_of(function)
-        found_out = independent is not None and (uses_refattn(function) or uses_refattn(backward))
-        self.independent = False if found_out else independent
+        self.mechanism, self.imports_refattn = mechanism, imports_refattn
         self.signature = Signature.of(function, len(self.positional))
         declared = resolve(conventions)
         self.preset, self.notes = self._find_preset(mechanism, declared, bool(rename))
@@ -155,13 +154,14 @@ class Adapter:
         """What the other process has to know, JSON-able."""
         return {
             "name": self.name,
+            "mechanism": self.mechanism,
             "framework": self.framework_name,
             "layout": self.layout,
             "conventions": self.conventions.declared(),
             "acceptance": dataclasses.asdict(self.acceptance),
             "has_backward": self.backward is not None or self.framework.differentiates,
             "explicit_backward": self.backward is not None,
-            "independent": self.independent,
+            "imports_refattn": self.imports_refattn,
             "notes": self.notes,
         }
 
@@ -169,6 +169,12 @@ class Adapter:
 
     def invoke(self, call: Call) -> Outcome:
         """Run one call; every exception of the candidate becomes an Outcome."""
+        with watched_calls() as called:
+            outcome = self._invoke_twice(call)
+        return dataclasses.replace(outcome, called=tuple(sorted(called)))
+
+    def _invoke_twice(self, call: Call) -> Outcome:
+        """Once with read-only arrays; once more with others where that alone is what it complains of."""
         outcome = self._invoke(call, writeable=False)
         if outcome.status == "error" and self.framework_name == "numpy" and _complains_of_read_only(outcome.message):
             again = self._invoke(call, writeable=True)
@@ -416,7 +422,7 @@ class Adapter:
     def answer(self, call: Path, outcome: Path) -> dict[str, Any]:
         """Read a Call from a file, write its Outcome to another; returns the part that is no array."""
         result = self.invoke(read_call(call))
-        return write_outcome(result, outcome, self.independent)
+        return write_outcome(result, outcome, self.imports_refattn)
 
 
 class _Clock:

@@ -37,10 +37,24 @@ class Call:
 class Outcome:
     """What became of a call.
 
-        ``status`` is "ok", "unsupported", "error" (an exception, or results that are none), "crash", "timeout" or "memory";
-        ``fields`` and ``gradients`` are NumPy arrays by refattn's names and in its layout; ``cotangents`` names those that reached
-        the candidate's backward; ``mutated`` the inputs that it changed; ``due`` the arrays whose gradient the library itself must give
-    (torch, JAX); ``backward_failed`` the exception of a backward whose forward is right.
+        Attributes
+    ----------
+    status : str
+        "ok", "unsupported", "error" (an exception, or results that are none), "crash", "timeout" or "memory".
+    fields, gradients : dict
+        NumPy arrays by refattn's names and in its layout.
+    message, traceback, seconds
+        What was said, and how long the candidate took.
+    mutated : tuple of str
+        The inputs that it changed.
+    cotangents : tuple of str
+        Those that reached its backward.
+    due : tuple of str
+        Arrays whose gradient the library itself must give (torch, JAX).
+    backward_failed : str
+        The exception of a backward whose forward is right.
+    called : tuple of str
+        The functions of refattn that it called.
     """
 
     status: str
@@ -53,6 +67,7 @@ class Outcome:
     cotangents: tuple[str, ...] = ()
     due: tuple[str, ...] = ()
     backward_failed: str = ""
+    called: tuple[str, ...] = ()
 
 
 def write_call(call: Call, path: Path) -> None:
@@ -107,10 +122,10 @@ def read_call(path: Path) -> Call:
     )
 
 
-_PLAIN = ("status", "message", "mutated", "traceback", "seconds", "cotangents", "due", "backward_failed")
+_PLAIN = ("status", "message", "mutated", "traceback", "seconds", "cotangents", "due", "backward_failed", "called")
 
 
-def write_outcome(outcome: Outcome, path: Path, independent: bool | None) -> dict[str, Any]:
+def write_outcome(outcome: Outcome, path: Path, imports_refattn: bool) -> dict[str, Any]:
     tensors = {f"fields.{n}": x for n, x in outcome.fields.items()}
     tensors.update({f"gradients.{n}": x for n, x in outcome.gradients.items()})
     try:
@@ -118,7 +133,7 @@ def write_outcome(outcome: Outcome, path: Path, independent: bool | None) -> dic
     except TypeError as error:
         outcome = Outcome("error", message=str(error), seconds=outcome.seconds, mutated=outcome.mutated)
         files.write_tensors(path, {})
-    return {**{n: getattr(outcome, n) for n in _PLAIN}, "independent": independent}
+    return {**{n: getattr(outcome, n) for n in _PLAIN}, "imports_refattn": imports_refattn}
 
 
 def read_outcome(path: Path, body: Mapping[str, Any]) -> Outcome:

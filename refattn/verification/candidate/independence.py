@@ -1,18 +1,20 @@
-"""Does a candidate ask refattn itself?  Then its agreement says nothing."""
+"""Does a candidate ask refattn itself?  Then its agreement says nothing.
+
+What counts is a call of a mechanism while the candidate runs; an import alone, or a call of a helper, is a note.
+"""
 
 import builtins
 import contextlib
-import dis
 import functools
 import importlib
 import sys
-import sysconfig
 import types
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["ImportWatch", "libraries_of", "root", "unwrapped", "uses_refattn"]
+from refattn.mechanism import observers
 
-_LIBRARIES = tuple({sysconfig.get_paths()[n] for n in ("stdlib", "platstdlib", "purelib", "platlib")})
+__all__ = ["ImportWatch", "libraries_of", "root", "unwrapped", "watched_calls"]
 
 
 def libraries_of(function: Any) -> set[str]:
@@ -41,59 +43,19 @@ def unwrapped(function: Any) -> Any:
     return call if isinstance(call, types.FunctionType) else function
 
 
-def uses_refattn(function: Any) -> bool:
-    """Whether a function reaches refattn through the names in its code, its closures or the functions it calls."""
-    if function is None:
-        return False
-    if _of_refattn(function) or _of_refattn(type(function)):
-        return True
-    seen: set[int] = set()
-    waiting = [unwrapped(function)]
-    while waiting:
-        current = waiting.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        if _of_refattn(current):
-            return True
-        if not isinstance(current, types.FunctionType) or (
-            current.__code__.co_filename.startswith(_LIBRARIES) and len(seen) > 1
-        ):
-            continue
-        names, imports = _names_in(current.__code__)
-        if "refattn" in map(root, imports):
-            return True
-        values = [current.__globals__[n] for n in names if n in current.__globals__]
-        for cell in current.__closure__ or ():
-            with contextlib.suppress(ValueError):  # an empty cell
-                values.append(cell.cell_contents)
-        waiting += [unwrapped(x) for x in values]
-    return False
+@contextlib.contextmanager
+def watched_calls() -> Iterator[set[str]]:
+    """The names of refattn's functions that are called meanwhile."""
+    called: set[str] = set()
+    observers.append(called.add)
+    try:
+        yield called
+    finally:
+        observers.remove(called.add)
 
 
 def root(module: str) -> str:
     return module.partition(".")[0]
-
-
-def _of_refattn(x: Any) -> bool:
-    module = x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", None)
-    return isinstance(module, str) and root(module) == "refattn"
-
-
-def _names_in(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Global names used by a code object and those inside it, and the modules that it imports."""
-    names, imports = set(), set()
-    for step in dis.get_instructions(code):
-        if step.opname == "IMPORT_NAME":
-            imports.add(str(step.argval))
-        elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            names.add(str(step.argval))
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner = _names_in(constant)
-            names |= inner[0]
-            imports |= inner[1]
-    return names, imports
 
 
 class ImportWatch:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from refattn.mechanism import mechanisms
 from refattn.verification.candidate.adapter import Adapter
 from refattn.verification.candidate.calls import Call, Outcome
 from refattn.verification.candidate.places import Here, InChild, Program, Recorded
@@ -112,6 +113,8 @@ class Candidate:
         self.explicit_backward: bool = about["explicit_backward"]
         self.notes: tuple[str, ...] = tuple(about["notes"])
         self.patience = Patience()
+        self._called: set[str] = set()
+        self._mechanism: str = about["mechanism"]
         self.abilities = dataclasses.replace(abilities or Abilities(), gradients=self.has_backward)
         self.recorded: tuple[Call, ...] = (first.call,) if isinstance(first, Recorded) else ()
         acceptance = about["acceptance"]
@@ -121,9 +124,22 @@ class Candidate:
 
     @property
     def independent(self) -> bool | None:
-        """False when it uses refattn itself, as far as is known by now; None when nobody can tell."""
-        known = [place.independent for place in self._places]
-        return False if False in known else known[0]
+        """False when it called one of refattn's mechanisms by now; None where nobody can tell."""
+        if self.where == "recorded call" or self.name.startswith("command:") or self.name.endswith(".onnx"):
+            return None
+        return not self.asked_of_refattn
+
+    @property
+    def asked_of_refattn(self) -> tuple[str, ...]:
+        """The mechanisms of refattn that it called, the one it is held against among them whatever its kind."""
+        return tuple(sorted(n for n in self._called if n in mechanisms or n == self._mechanism))
+
+    def _independence_notes(self) -> list[str]:
+        helpers = sorted(self._called - set(self.asked_of_refattn))
+        notes = [f"it calls refattn's {', '.join(helpers)}: helpers, not the mechanism"] if helpers else []
+        if any(place.imports_refattn for place in self._places) and not self._called:
+            notes.append("it imports refattn; no mechanism of it was called")
+        return notes
 
     def takes(self, name: str) -> bool:
         """Whether its signature names a convention option (``**kwargs`` does not count)."""
@@ -156,6 +172,7 @@ class Candidate:
                 if seconds > 0:
                     outcome = place.run(dataclasses.replace(call, seconds=seconds))
                     self.patience.note(outcome, seconds)
+                    self._called.update(outcome.called)
                 else:
                     outcome = Outcome("unsupported", message=self.patience.words())
                 found.append(outcome)
@@ -184,7 +201,8 @@ class Candidate:
             "preset": self._acceptance.preset,
             "conventions": self.conventions.declared(),
             "independent": self.independent,
-            "notes": list(self.notes),
+            "called": f"it calls refattn's {', '.join(self.asked_of_refattn)}" if self.asked_of_refattn else "",
+            "notes": [*self.notes, *self._independence_notes()],
         }
 
     def close(self) -> None:

@@ -24,11 +24,11 @@ class Here:
     """A callable, in this process."""
 
     where = "this process"
+    imports_refattn = False
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self.loaded = adapter.description()
-        self.independent = adapter.independent
 
     def run(self, call: Call) -> Outcome:
         return self.adapter.invoke(call)
@@ -47,7 +47,7 @@ class InChild:
         self._child: process.Child | None = self._start()
         assert self._child is not None
         self.loaded = self._child.loaded
-        self.independent: bool | None = self.loaded["independent"]
+        self.imports_refattn: bool = self.loaded["imports_refattn"]
 
     def _start(self) -> process.Child:
         try:
@@ -68,8 +68,7 @@ class InChild:
         if reply.status != "ok":
             self.close()
             return Outcome(reply.status, message=reply.message, traceback=reply.log)
-        if reply.body["independent"] is False:
-            self.independent = False
+        self.imports_refattn |= reply.body["imports_refattn"]
         outcome = read_outcome(files["outcome"], reply.body)
         if outcome.status == "memory":  # an allocation failed somewhere: what is left of the process is not trusted
             self.close()
@@ -85,7 +84,7 @@ class Program:
     """A foreign program, started once per call (see the module docstring for the files)."""
 
     where = "child process"
-    independent: bool | None = None
+    imports_refattn = False
 
     def __init__(self, target: str, request: Mapping[str, Any]) -> None:
         self.argv = shlex.split(target.removeprefix("command:"))
@@ -98,12 +97,11 @@ class Program:
             """Stands for the program where only its signature is asked for."""
 
         more = {n: x for n, x in request.items() if n != "framework"}
-        self._adapter = Adapter(anything, name=target, independent=None, **more)
+        self._adapter = Adapter(anything, name=target, **more)
         self.loaded = {
             **self._adapter.description(),
             "has_backward": True,
             "explicit_backward": True,
-            "independent": None,
         }
         self._folder = tempfile.TemporaryDirectory(prefix="refattn-", ignore_cleanup_errors=True)
 
@@ -172,7 +170,7 @@ class Recorded:
     """A recorded call: its inputs are the only probe, its outputs the only answer."""
 
     where = "recorded call"
-    independent: bool | None = None
+    imports_refattn = False
 
     def __init__(self, path: Path, request: Mapping[str, Any], known: Sequence[str]) -> None:
         if not path.is_file():
@@ -187,10 +185,8 @@ class Recorded:
         def anything(*arrays: Any, **options: Any) -> None:
             """Stands for whatever was recorded."""
 
-        adapter = Adapter(
-            anything, name=str(path), independent=None, **{n: x for n, x in request.items() if n != "framework"}
-        )
-        self.loaded = {**adapter.description(), "independent": None}
+        adapter = Adapter(anything, name=str(path), **{n: x for n, x in request.items() if n != "framework"})
+        self.loaded = adapter.description()
         tensors = {n.removeprefix("inputs.").removeprefix("outputs."): x for n, x in tensors.items()}
         ours = {theirs: n for n, theirs in adapter.acceptance.rename.items()}
         tensors = {ours.get(n, n): x for n, x in tensors.items()}

@@ -28,7 +28,7 @@ class _WatchedAdapter(Adapter):
     def invoke(self, call: Call) -> Outcome:
         outcome = super().invoke(call)
         if self.watch.seen:
-            self.independent = False
+            self.imports_refattn = True
         return outcome
 
 
@@ -48,8 +48,7 @@ def load_adapter(spec: Mapping[str, Any]) -> Adapter:
     else:
         function = load_function(spec["target"])
         backward = load_function(spec["backward"]) if spec["backward"] else None
-    independent = None if spec["target"].endswith(".onnx") else not watch.seen
-    adapter = _WatchedAdapter(function, backward, name=spec["target"], independent=independent, **spec["adapter"])
+    adapter = _WatchedAdapter(function, backward, name=spec["target"], imports_refattn=watch.seen, **spec["adapter"])
     adapter.watch = watch
     return adapter
 
