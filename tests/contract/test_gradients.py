@@ -19,14 +19,14 @@ def test_every_entry_by_complex_step(mechanism, name):
 
 @pytest.mark.parametrize("mechanism, name", every(), ids=ids)
 def test_every_gradient_by_complex_step(mechanism, name):
-    """Along a random direction, which every wrong entry moves, and at three entries, which say what it should be."""
+    """Along a random direction, which every wrong entry moves, and at one entry, which says what it should be."""
     it = case(mechanism, name)
     rng = it.rng()
     for n in differentiable(it.mechanism, it.arguments):
         g = np.asarray(it.gradients[n])
         assert g.shape == np.shape(it.arguments[n])
         directions = [rng.standard_normal(g.shape)]
-        for place in rng.integers(0, g.size, min(g.size - 1, 3)) if g.size > 1 else ():
+        for place in rng.integers(0, g.size, 1) if g.size > 1 else ():
             directions.append(np.zeros(g.shape))
             directions[-1].flat[place] = 1.0
         for u in directions:
