@@ -1,0 +1,35 @@
+"""A few hundred drawn calls of all mechanisms, and the errors of malformed ones; `make fuzz` draws more."""
+
+import pytest
+from fuzz.draw import DRAWS, NOT_DRAWN, drawn
+from fuzz.malformed import complaints
+from fuzz.open_faults import ERRORS
+from fuzz.run import fault
+
+import refattn as ra
+
+CALLS = 14  # of each mechanism
+
+
+@pytest.mark.parametrize("mechanism", DRAWS)
+def test_drawn_calls(mechanism):
+    found = [text for seed in range(CALLS) if (text := fault(mechanism, seed))]
+    assert not found, "\n\n".join(found[:3])
+
+
+@pytest.mark.parametrize("mechanism", DRAWS)
+def test_malformed_calls_have_clear_errors(mechanism):
+    left_out = ERRORS.get(mechanism.removesuffix("_attention"), "").split()
+    found = [line for line in complaints(mechanism) if line.split("=")[0].replace("cotangent of ", "d_") not in left_out]
+    assert not found, "\n".join(found)
+
+
+def test_every_mechanism_and_option_is_drawn():
+    assert set(DRAWS) == set(ra.mechanisms)
+    for name, attention in ra.mechanisms.items():
+        seen = {"algorithm", "backend"}
+        for seed in range(400):
+            call = drawn(name, seed)
+            seen |= set(call.arguments) if call else set()
+        missing = {n for n, p in attention.__signature__.parameters.items() if p.kind is not p.VAR_KEYWORD} - seen
+        assert missing <= set(NOT_DRAWN), f"{name}: {sorted(missing)} are never drawn"
