@@ -1,6 +1,7 @@
 # Every target sets up what it needs in .venv: Python 3.11 or newer and make are enough.
 #   make verify     hold the correct example against the reference, then see a broken one named
 #   make test       the test suite
+#   make fuzz       drawn calls of every mechanism, CASES=2000 SEED=<the time>
 
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 python,\
 	$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
@@ -13,10 +14,10 @@ WORKERS ?= auto
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help verify test lint format typecheck docs bench wheel clean
+.PHONY: help verify test fuzz lint format typecheck docs bench wheel clean
 
 help:
-	@echo "make verify | test | lint | format | typecheck | docs | bench | wheel | clean"
+	@echo "make verify | test | fuzz | lint | format | typecheck | docs | bench | wheel | clean"
 
 # ---- environment: a stamp for each set of extras, renewed when the metadata changes
 
@@ -53,6 +54,10 @@ test: $(VENV)/.ready-test
 	$(PYTEST) -n $(WORKERS) --maxprocesses 8
 	@echo "Numba-CUDA kernels on the simulator (chosen by the environment before numba is imported, hence a process of its own)"
 	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) tests/backends/test_numba_cuda.py
+
+CASES ?= 2000
+fuzz: $(VENV)/.ready-test
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -P tests/fuzz/run.py --cases $(CASES) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 
 # ---- everything else
 

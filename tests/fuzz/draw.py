@@ -362,7 +362,7 @@ def nystrom(d):
 
 def sinkhorn(d):
     block = d.one(1, 2, 3)
-    o = {"temperature": d.one(0.75, 1.3), "iterations": d.one(0, 1, 4), "causal": d.chance(0.5)}
+    o = {"temperature": d.one(0.75, 1.3), "iterations": d.one(1, 1, 4), "causal": d.chance(0.5)}
     o |= {"noise": None} if d.chance(0.5) else {}
     o |= {"scale": d.one(0.5, 1.0)} if d.chance(0.3) else {}
     sizes = {"b": d.size(1, 2), "h": d.size(1, 2), "t": block * d.one(1, 2, 4), "block": block}
@@ -441,12 +441,19 @@ def drawn(mechanism, seed):
         return None
     if mechanism == "lsh_attention" and "buckets" in options:
         arguments.pop("rotations", None)
+    plain = not {"position_bias", "absolute_q", "same_length"} & set(options) and arguments.get("r") is not None
+    if mechanism == "transformer_xl_attention" and plain and options["causal"] and d.chance(0.3):
+        (h, _, channels), q, k = arguments["r"].shape, sizes["q"], sizes["k"]
+        places = np.sort(rng.permutation(k - q + 3)[: k - q])  # keys at places of their own
+        arguments["key_places"] = np.concatenate([places, k - q + 3 + np.arange(q)])
+        arguments["r"] = d.normal(h, k + 3, channels)
     arguments = {n: x for n, x in arguments.items() if x is not None}
     call = Call(mechanism, seed, arguments)
+    call.dtype = d.one("float64", "float64", "float32", "float16")
     call.values = d.one("normal", "normal", "ties", "large" if mechanism not in CHOOSING else "normal")
     for n in ("q", "k", "x_q"):
         if n in arguments and call.values == "large":
-            call.amplitude = 30.0
+            call.amplitude = 3.0 if call.dtype == "float16" else 30.0  # sums of products may overflow float16
             arguments[n] = call.amplitude * arguments[n]
     if (
         call.values == "ties"
@@ -456,7 +463,6 @@ def drawn(mechanism, seed):
         for n in ("q", "k", "v"):  # not qk: the slope of the norm of a vector of zeros overflows float16
             if n in arguments:
                 arguments[n] = np.round(arguments[n])
-    call.dtype = d.one("float64", "float64", "float32", "float16")
     call.algorithm = d.one("auto", "whole", "tiled")
     call.namespace = d.one("numpy", "numpy", "numpy", "strict")
     call.layout = d.one(0, 0, 1, 2, 3)

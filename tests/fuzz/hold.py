@@ -3,7 +3,8 @@
 Tolerances: a backward stable evaluation returns the exact results of inputs that are moved by a few roundings.  How far
 that moves the results is measured on the definition itself (`reach`): its inputs are moved by 2**-30 of themselves, with
 random signs, and the change is scaled to one rounding.  A result may be off by as many of these as it has roundings: 64 and
-one for every term of the longest sum, four times that in gradients.  The unit thus grows with the logits where rounding a logit matters, and with nothing else.
+one for every term of the longest sum, four times that in gradients.  The unit thus grows with the logits where rounding a
+logit matters, and with nothing else.
 """
 
 import warnings
