@@ -102,7 +102,7 @@ class Backend:
         """The same indices in rising order."""
         return self.xp.sort(self.top_k(x, count), axis=-1)
 
-    def normal(self, rng: np.random.Generator, shape: tuple[int, ...], dtype: Any = None) -> Any:
+    def normal(self, rng: "np.random.Generator", shape: tuple[int, ...], dtype: Any = None) -> Any:
         """Standard normal numbers drawn by NumPy, so that every backend sees the same ones."""
         x = self.xp.asarray(rng.standard_normal(shape))
         return x if dtype is None else self.xp.astype(x, dtype)

@@ -24,6 +24,7 @@ __all__ = [
     "is_integer",
     "is_real_floating",
     "itemsize",
+    "named_dtype",
     "namespace",
     "real",
     "require_array",
@@ -106,6 +107,16 @@ def _dtype_name(kind: type, dtype: Any) -> str:  # the kind keeps dtypes of diff
         return str(name or dtype).split(".")[-1]
 
 
+def named_dtype(name: str, xp: Any) -> Any:
+    """The dtype of this name in a namespace, None where it has none; NumPy's bfloat16 is that of ml_dtypes."""
+    if xp is np and name == "bfloat16":
+        from ml_dtypes import bfloat16
+
+        return np.dtype(bfloat16)
+    found = getattr(xp, name, None)
+    return np.dtype(found) if xp is np and found is not None else found
+
+
 def itemsize(dtype: Any) -> int:
     """Bytes of one element of a dtype given by name or object."""
     name = dtype_name(dtype)
@@ -156,9 +167,7 @@ def to_numpy(x: Any) -> np.ndarray:
     if array_api_compat.is_torch_array(x):
         x = x.detach().cpu()
         if "bfloat16" in str(x.dtype):
-            from ml_dtypes import bfloat16
-
-            return x.float().numpy().astype(bfloat16)
+            return x.float().numpy().astype(named_dtype("bfloat16", np))
         return x.numpy()
     if array_api_compat.is_cupy_array(x):
         return x.get()

@@ -188,7 +188,7 @@ class Function:
         """The same numbers by the slow, independent path."""
         return Reference(self, _table("definitions", self.name))
 
-    def example(self, rng: np.random.Generator, **sizes: Any) -> dict[str, Any]:
+    def example(self, rng: "np.random.Generator", **sizes: Any) -> dict[str, Any]:
         """Valid keyword arguments (float64 NumPy arrays) drawn from ``rng``."""
         return _table("examples", self.name)(rng, **sizes)
 
@@ -395,14 +395,10 @@ def _named_dtype(compute: Any, xp: Any) -> Any:
     name = arrays.dtype_name(compute)
     if not (arrays.is_real_floating(name) or arrays.is_complex(name)):
         raise TypeError(f"compute_dtype is {compute!r}: expected a floating-point dtype")
-    if name == "bfloat16" and xp is np:
-        from ml_dtypes import bfloat16
-
-        return np.dtype(bfloat16)
-    found = getattr(xp, name, None)
+    found = arrays.named_dtype(name, xp)
     if found is None:
         raise TypeError(f"compute_dtype is {compute!r}: {xp.__name__} has no such dtype")
-    return np.dtype(found) if xp is np else found
+    return found
 
 
 class Mechanism(Function):
@@ -526,7 +522,7 @@ class Mechanism(Function):
         counted = sizes if len(named) < len(parameters) else {n: x for n, x in sizes.items() if n in named}
         return self._cost(**counted).cost(size, direction, recompute)
 
-    def example(self, rng: np.random.Generator, **sizes: Any) -> dict[str, Any]:
+    def example(self, rng: "np.random.Generator", **sizes: Any) -> dict[str, Any]:
         """Valid keyword arguments (float64 NumPy arrays) drawn from ``rng``."""
         found = self._example(rng, **sizes)
         axes = ", ".join(n for n in inspect.signature(self._example).parameters if len(n) == 1)

@@ -42,7 +42,7 @@ COUNT_EPS = 1e-5
 
 
 def initial_centroids(
-    rng: np.random.Generator,
+    rng: "np.random.Generator",
     *,
     h: int | None = None,
     c: int,

@@ -545,7 +545,7 @@ def _within(q: int, before: int, reach: int) -> int:
 
 
 def example(
-    rng: np.random.Generator,
+    rng: "np.random.Generator",
     *,
     b: int = 2,
     h: int = 3,

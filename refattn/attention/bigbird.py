@@ -285,7 +285,7 @@ def cost(
 
 
 def _draw(
-    rng: np.random.Generator, h: int, n: int, r: int, window_blocks: int, global_blocks: tuple[int, int]
+    rng: "np.random.Generator", h: int, n: int, r: int, window_blocks: int, global_blocks: tuple[int, int]
 ) -> np.ndarray:
     """(h, n, r): different blocks for each head, none of them near or global; -1 where there are not enough."""
     found = np.full((h, n, r), -1)
@@ -298,7 +298,7 @@ def _draw(
 
 
 def example(
-    rng: np.random.Generator,
+    rng: "np.random.Generator",
     *,
     b: int = 2,
     h: int = 3,

@@ -119,7 +119,15 @@ def cost(*, b: int = 1, h: int = 1, q: int, k: int, d: int, e: int | None = None
 
 
 def example(
-    rng: np.random.Generator, *, b: int = 2, h: int = 3, q: int = 5, k: int = 7, d: int = 4, e: int = 3, **settings: Any
+    rng: "np.random.Generator",
+    *,
+    b: int = 2,
+    h: int = 3,
+    q: int = 5,
+    k: int = 7,
+    d: int = 4,
+    e: int = 3,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Normal arrays; options are passed through."""
     normal = rng.standard_normal

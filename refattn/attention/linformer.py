@@ -126,7 +126,7 @@ def cost(*, b: int = 1, h: int = 1, q: int, k: int, n: int, d: int, e: int | Non
 
 
 def example(
-    rng: np.random.Generator,
+    rng: "np.random.Generator",
     *,
     b: int = 2,
     h: int = 3,

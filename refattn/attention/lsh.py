@@ -76,7 +76,7 @@ def forward(
     *,
     rotations: Any = None,
     buckets: Any = None,
-    rng: np.random.Generator | None = None,
+    rng: "np.random.Generator | None" = None,
     hashes: int | None = None,
     n_buckets: int | Sequence[int] | None = None,
     chunk: int = 64,
@@ -713,7 +713,7 @@ def cost(
 
 
 def example(
-    rng: np.random.Generator,
+    rng: "np.random.Generator",
     *,
     b: int = 2,
     h: int = 3,

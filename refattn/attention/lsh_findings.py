@@ -38,7 +38,7 @@ def collision_probability(angle: Any, n_buckets: int) -> Any:
 
 
 def measured_collisions(
-    angle: float, n_buckets: int | Sequence[int], *, d: int, rng: np.random.Generator, samples: int = 10000
+    angle: float, n_buckets: int | Sequence[int], *, d: int, rng: "np.random.Generator", samples: int = 10000
 ) -> float:
     """Share of ``samples`` random rotations under which two vectors (d,) at this angle share a bucket.
 

@@ -53,7 +53,7 @@ KERNELS = {"softmax": 1e-4, "relu": 1e-3}
 """The kernels and the eps that each has by default."""
 
 
-def orthogonal_features(rng: np.random.Generator, n: int, d: int) -> np.ndarray:
+def orthogonal_features(rng: "np.random.Generator", n: int, d: int) -> np.ndarray:
     """Random features (n, d) for :func:`performer_attention`: normal vectors, orthogonal within each block of d rows.
 
     The directions are orthonormal, the lengths those of independent normal vectors, so that every row alone is standard normal.
@@ -260,7 +260,7 @@ def cost(
 
 
 def example(
-    rng: np.random.Generator,
+    rng: "np.random.Generator",
     *,
     b: int = 2,
     h: int = 3,

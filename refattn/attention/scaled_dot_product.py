@@ -86,7 +86,7 @@ def cost(
 
 
 def example(
-    rng: np.random.Generator,
+    rng: "np.random.Generator",
     *,
     b: int = 2,
     h: int = 6,

@@ -416,7 +416,7 @@ def _pairs(part: _Part, t: int) -> int:
 
 
 def example(
-    rng: np.random.Generator,
+    rng: "np.random.Generator",
     *,
     b: int = 2,
     h: int = 4,

@@ -637,7 +637,7 @@ def _walked(settings: AttentionSettings) -> tuple[int, int, int]:
 
 
 def example(
-    rng: np.random.Generator,
+    rng: "np.random.Generator",
     *,
     b: int = 2,
     h: int = 3,

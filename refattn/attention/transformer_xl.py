@@ -366,7 +366,7 @@ def _position_entries(settings: AttentionSettings, causal: bool) -> int:
 
 
 def example(
-    rng: np.random.Generator,
+    rng: "np.random.Generator",
     *,
     b: int = 2,
     h: int = 3,

@@ -37,5 +37,4 @@ PRESET = Preset(
     names={"mask": "attention_mask", "bias": "attention_mask", "scale": "scaling", "softcap": "softcap"},
     translate=_hf_call,
     results=("output", None),
-    needs_module=True,
 )

@@ -35,7 +35,6 @@ class Preset:
     output_layout: str | None = None
     lse_layout: str = "bhq"
     batched: bool = True
-    needs_module: bool = False
 
     def speaks(self, parameters: Iterable[str]) -> bool:
         """Whether a signature has a name that is this library's and not refattn's."""
