@@ -235,29 +235,34 @@ class ETC(Definition):
         """The backward of all rows."""
         return self.attention.pull(output=self.joined(self.cotangent("output_global"), self.cotangent("output")))
 
+    def rows(self, name, long):
+        """The long or the global part of a cotangent of [global, long]."""
+        whole = np.broadcast_to(getattr(self.d_attention, f"d_{name}"), self.given[name].shape)
+        return whole[..., self.globals :, :] if long else whole[..., : self.globals, :]
+
     @step
     def d_q(self):
-        return self.d_attention.d_q[..., self.globals :, :]
+        return self.rows("q", long=True)
 
     @step
     def d_k(self):
-        return self.d_attention.d_k[..., self.globals :, :]
+        return self.rows("k", long=True)
 
     @step
     def d_v(self):
-        return self.d_attention.d_v[..., self.globals :, :]
+        return self.rows("v", long=True)
 
     @step
     def d_q_global(self):
-        return self.d_attention.d_q[..., : self.globals, :]
+        return self.rows("q", long=False)
 
     @step
     def d_k_global(self):
-        return self.d_attention.d_k[..., : self.globals, :]
+        return self.rows("k", long=False)
 
     @step
     def d_v_global(self):
-        return self.d_attention.d_v[..., : self.globals, :]
+        return self.rows("v", long=False)
 
     @step
     def d_labels(self):

@@ -13,6 +13,8 @@ NONE_OF = (
         "alibi_slopes", "bias", "head_map", "lengths", "mask", "score_mod", "segments", "sinks", "softcap", "window"
     ),
     "d_truncated",
+    "arguments_exchanged",
+    "batch_crossed",
     "swap_kv",
 )
 """Mistakes of softmax attention about what this mechanism does not have."""

@@ -13,6 +13,8 @@ NONE_OF = (
         "alibi_slopes", "bias", "dropout", "head_map", "pattern", "score_mod", "segments", "sinks", "softcap",
         "lengths", "lse", "scale", "window"
     ),
+    "arguments_exchanged",
+    "batch_crossed",
     "swap_kv",
 )  # fmt: skip
 """Mistakes of softmax attention about what this mechanism does not have."""

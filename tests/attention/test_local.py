@@ -93,6 +93,32 @@ def test_poison_reaches_exactly_the_rows_that_may_see_it():
     assert np.isfinite(pullback(np.ones_like(result.output))["q"][~seen]).all()
 
 
+@pytest.mark.parametrize("algorithm", ["auto", "whole", "tiled"])
+@pytest.mark.parametrize("more", [{}, {"exact": True}])
+def test_causal_with_an_offset_leaves_what_it_shows(algorithm, more):
+    """Query 7 stands at key 8, so it sees 7 and 8; with lengths the last query of 100 stands at key 102."""
+    x, v = np.zeros((1, 9, 1)), np.arange(9.0)[None, :, None]
+    given = {"q": x, "k": x, "v": v, "block": 1, "look_backward": 0, "look_forward": 1, "causal": True, **more}
+    assert attention(**given, align=1, algorithm=algorithm)[0, 7] == 7.5
+    assert attention.definition(**given, align=1).output[0, 7] == 7.5
+    shift = {"query_lengths": (100, 103), "key_lengths": (103, 100), "align": "lower_right"}
+    given = base(5, t=103, block=4, look_forward=3, causal=True, **shift, **more)
+    result, pullback = attention.vjp(**given, algorithm=algorithm)
+    want, expected = attention.definition.vjp(**given)
+    assert_close(result.output, want.output, 100 * EPS)
+    gradients, expected = pullback(output=result.output), expected(output=result.output)
+    for n, g in expected.items():
+        assert_close(gradients[n], g, 1000 * EPS)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_counts_beyond_the_sequence_mean_all_of_it(exact):
+    given = base(6, t=20, block=10**9, look_backward=10**9, look_forward=10**9, exact=exact)
+    assert_close(attention(**given), scaled_dot_product_attention(**{n: given[n] for n in "qkv"}), 60 * EPS)
+    with pytest.raises(ValueError, match="look_backward is 1000000000000000000000000000000"):
+        attention(**{**given, "look_backward": 10**30})
+
+
 # ---------------------------------------------------------------------- others' numbers
 
 
