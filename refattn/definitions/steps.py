@@ -250,24 +250,25 @@ def einsum(spec: str, *operands: Any) -> Any:
 def contract(spec: str, weights: Any, values: Any, seen: Any) -> Any:
     """``einsum`` of numbers of pairs with values; a pair that is not ``seen`` contributes nothing, 0 times NaN neither.
 
-    ``weights`` and ``seen`` have the letters of the first term; one letter is summed over.
+    ``weights`` and ``seen`` have the letters of the first term.  A NaN or infinity of a seen pair makes of the sum what it
+    would in IEEE arithmetic, 0 times infinity included.
     """
-    if np.isfinite(values).all():
-        return einsum(spec, weights, values)
-    (first, second), out = (x.split(",") for x in spec.replace(" ", "").split("->"))
-    (summed,) = set(first) & set(second) - set(out[0]) - {"."}
-    at = [term.index(summed) - len(term) for term in (first, second)]
     finite = np.isfinite(values)
-    total = einsum(spec, weights, np.where(finite, values, 0.0))
+    if finite.all():
+        return einsum(spec, weights, values)
     seen = np.broadcast_to(seen, weights.shape)
-    others = tuple(a for a in range(values.ndim) if a != values.ndim + at[1])
-    outer = f"{first.replace(summed, '')},{second.replace(summed, '')}->{out[0]}"
-    for n in np.flatnonzero(~finite.all(axis=others)):
-        row = np.take(np.where(finite, 0.0, values), n, axis=at[1])
-        share = np.einsum(outer, np.take(weights, n, axis=at[0]), row)
-        visible = np.einsum(outer, np.take(seen, n, axis=at[0]).astype(float), np.ones_like(row)) != 0
-        total = total + np.where(visible, share, 0.0)
-    return total
+    weights = np.where(seen, weights, 0.0)
+    total = einsum(spec, weights, np.where(finite, values, 0.0))
+
+    def meet(pairs: Any, places: Any) -> Any:
+        return einsum(spec, pairs.astype(float), places.astype(float)) != 0
+
+    above, below = values == np.inf, values == -np.inf
+    odd = meet(seen, np.isnan(values)) | meet(seen & (weights == 0), above | below)
+    up = meet(weights > 0, above) | meet(weights < 0, below)
+    down = meet(weights > 0, below) | meet(weights < 0, above)
+    total = np.where(up, np.inf, np.where(down, -np.inf, total)) + np.where(np.isnan(total), np.nan, 0.0)
+    return np.where(odd | (up & down), np.nan, total)
 
 
 def sum_to_shape(x: Any, shape: tuple[int, ...]) -> Any:

@@ -226,6 +226,10 @@ class Case:
             parts.append(one.pull(**masked).gradient(names))
         return {n: parts[0][n] + parts[1][n] for n in names}
 
+    def value(self, mistake: Mistake, step_: str) -> Any:
+        """The value of one step with this mistake, made on both sides."""
+        return getattr(self._call(mistake.edit, "both"), step_)
+
     def _call(self, edit: type[Definition], side: str) -> Definition:
         if (
             self._calls.setdefault("edit", edit) is not edit

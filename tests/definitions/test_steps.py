@@ -169,3 +169,15 @@ def test_contract_keeps_unseen_nan_out(spec, seen_axis):
     np.testing.assert_allclose(got, expected, rtol=0, atol=8 * 4 * np.finfo(float).eps * np.abs(expected).max())
     seen[:] = True
     assert np.isnan(contract(spec, weights, poisoned, seen)[..., 0]).all()
+
+
+def test_contract_makes_of_seen_infinities_what_arithmetic_makes():
+    weights = np.array([[[1.0, 0.0, -1.0, 2.0]]])
+    values = np.array([[[np.inf, 1.0], [2.0, np.inf], [3.0, np.inf], [4.0, 5.0]]])
+    got = contract("hqk,hke->hqe", weights, values, np.array([[[True, True, True, True]]]))
+    assert got[0, 0, 0] == np.inf
+    assert np.isnan(got[0, 0, 1])  # 0 times infinity
+    got = contract("hqk,hke->hqe", weights, values, np.array([[[True, False, True, True]]]))
+    assert got[0, 0].tolist() == [np.inf, -np.inf]
+    got = contract("hqk,hke->hqe", weights, values, np.array([[[False, False, False, True]]]))
+    assert got[0, 0].tolist() == [8.0, 10.0]

@@ -63,6 +63,15 @@ class JudgedCall:
         return {}
 
     @functools.cached_property
+    def pairs(self) -> int:
+        """About how many pairs a call has: what an answer to it costs."""
+        rows = max((x.size // max(1, x.shape[-1]) for n, x in self.truth.values.items() if n == "output"), default=1)
+        keys = [
+            np.shape(x)[-2] for n, x in self.truth.question.arrays.items() if n in ("k", "v", "qk") and np.ndim(x) > 1
+        ]
+        return rows * max(keys, default=1)
+
+    @functools.cached_property
     def features(self) -> dict[str, Any]:
         """What a scope may speak of: options in use (bool), their special levels (bool), sizes (int)."""
         question = self.truth.question
@@ -98,9 +107,11 @@ def _levels(given: Mapping[str, Any]) -> dict[str, bool]:
         found[label] = True
         if name == "window" and isinstance(x, (tuple, list)):
             left, right = x
-            found["window of zero on the left"] = left == 0
-            found["window open on the left"] = left is None
-            found["window open on the right"] = right is None
+            found["a window of zero on the left"] = left == 0
+            found["a window open on the left"] = left is None
+            found["a window open on the right"] = right is None
+            keys = np.shape(given["k"])[-2] if np.ndim(given.get("k")) >= 2 else None
+            found["a window as long as the keys"] = keys is not None and left is not None and left >= keys
         if name.endswith("lengths"):
             lengths = np.unique(np.asarray(x))
             found[f"unequal {name}"] = lengths.size > 1

@@ -13,11 +13,12 @@ import numpy as np
 
 from refattn import arrays
 from refattn.mechanism import Mechanism
-from refattn.mistakes.engine import Case, Mistake, combined
+from refattn.mistakes.engine import Case, Mistake, combined, edited_steps
 from refattn.records import Mutation, Result
 from refattn.verification import conventions as conventions_
 from refattn.verification.conventions import Conventions
 from refattn.verification.diagnosis.calls import JudgedCall
+from refattn.verification.diagnosis.readings import Reading
 from refattn.verification.probes import storage_dtype
 
 __all__ = ["Hypothesis", "Workbench", "sides_worth_trying"]
@@ -117,9 +118,31 @@ class Workbench:
             found |= self._predictions[key]
         return found
 
-    def forget(self, call: JudgedCall) -> None:
-        """Drop what is kept of a call."""
-        self._cases.pop(id(call), None)
+    def edits_before(self, hypothesis: Hypothesis, call: JudgedCall, step: str) -> bool:
+        """Whether a mistake is made in a step that this one follows from."""
+        right = self.case(call).right
+        if not hasattr(type(right), step):
+            return False
+        getattr(right, step)
+        reached, open_ = {step}, [step]
+        while open_:
+            for name in right.reads.get(open_.pop(), ()):
+                if name not in reached:
+                    reached.add(name)
+                    open_.append(name)
+        return any(name in reached for m in hypothesis.mistakes for name in edited_steps(m))
+
+    def sees(self, hypothesis: Hypothesis, call: JudgedCall, reading: Reading) -> bool:
+        """Whether a mistake sees just the pairs that the candidate was read to see (rows without any say nothing)."""
+        (mistake,) = hypothesis.mistakes
+        actual = reading.seen[0]
+        try:
+            seen = self.case(call).value(mistake, "seen")[..., : reading.keys]
+        except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError):
+            return False
+        if np.shape(seen) != actual.shape:
+            return False
+        return bool((seen == actual)[actual.any(axis=-1)].all())
 
     def case(self, call: JudgedCall) -> Case:
         """The right steps of a call."""
@@ -188,6 +211,8 @@ def sides_worth_trying(call: JudgedCall, hypotheses: Sequence[Hypothesis]) -> It
     for hypothesis in hypotheses:
         if hypothesis.side == "backward" and values:
             continue
-        if hypothesis.side == "forward" and (not values or not judged_gradients):
+        if hypothesis.side == "forward" and not values:
             continue
+        if hypothesis.side == "forward" and not judged_gradients and "both" in hypothesis.mistakes[0].sides:
+            continue  # the same results
         yield hypothesis

@@ -11,6 +11,9 @@ __all__ = ["Condition", "scope_of"]
 _MOST = 3
 """Conditions of one scope, at most."""
 
+_RANKS = (2, 7, 20)
+"""Conditions up to the first rank are tried alone, then those up to the next."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
@@ -27,12 +30,21 @@ def scope_of(wrong: Sequence[JudgedCall], right: Sequence[JudgedCall]) -> tuple[
     ``right`` holds calls in which the mistake would be seen and is not.  Without any the scope is empty: the mistake is made
     wherever it can be seen.
     """
+    conditions = sorted(_conditions(wrong), key=lambda c: c.rank)
+    for plain in _RANKS:  # several plain conditions say more than one far-fetched
+        chosen = _separating([c for c in conditions if c.rank <= plain], right)
+        if chosen is not None:
+            return chosen
+    return None
+
+
+def _separating(conditions: Sequence[Condition], right: Sequence[JudgedCall]) -> tuple[Condition, ...] | None:
     left, chosen = list(right), []
     while left:
         if len(chosen) == _MOST:
             return None
         best, kept = None, left
-        for condition in sorted(_conditions(wrong), key=lambda c: c.rank):
+        for condition in conditions:
             still = [c for c in left if condition.holds(c.features)]
             if len(still) < len(kept):
                 best, kept = condition, still
@@ -54,6 +66,7 @@ def _conditions(calls: Sequence[JudgedCall]) -> Iterator[Condition]:
             yield Condition(f"with {_words(name)}", lambda f, n=name: bool(f.get(n, False)), 1)
     for name in sizes:
         values_ = [c.features[name] for c in calls if name in c.features]
+        later = 10 * (name in ("batch", "heads", "key heads", "value channels"))  # these hardly ever are the reason
         if len(values_) < len(calls):
             continue
         low, high = min(values_), max(values_)
@@ -61,12 +74,12 @@ def _conditions(calls: Sequence[JudgedCall]) -> Iterator[Condition]:
             yield Condition(_one(name), lambda f, n=name: f.get(n) == 1, 0)
             continue
         if low > 1:
-            yield Condition(f"with {name} from {low} on", lambda f, n=name, x=low: f.get(n, 0) >= x, 5)
-        yield Condition(f"with {name} up to {high}", lambda f, n=name, x=high: f.get(n, 0) <= x, 6)
+            yield Condition(f"with {name} from {low} on", lambda f, n=name, x=low: f.get(n, 0) >= x, 5 + later)
+        yield Condition(f"with {name} up to {high}", lambda f, n=name, x=high: f.get(n, 0) <= x, 6 + later)
         for tile in (128, 64, 32, 16, 8, 4):
             if all(x % tile for x in values_):
                 yield Condition(
-                    f"where {name} are no multiple of {tile}", lambda f, n=name, t=tile: f.get(n, 0) % t != 0, 4
+                    f"where {name} are no multiple of {tile}", lambda f, n=name, t=tile: f.get(n, 0) % t != 0, 4 + later
                 )
             if not any(x % tile for x in values_):
                 yield Condition(

@@ -15,6 +15,7 @@ from refattn.mistakes.engine import edited_steps, source_of_edit
 from refattn.verification.diagnosis.calls import JudgedCall
 from refattn.verification.diagnosis.hypotheses import Hypothesis, Workbench, sides_worth_trying
 from refattn.verification.diagnosis.matching import Match, match, shows
+from refattn.verification.diagnosis.readings import Reading, read
 from refattn.verification.diagnosis.rows import rows_in_words, wrong_rows
 from refattn.verification.diagnosis.scope import Condition, scope_of
 from refattn.verification.diagnosis.structure import Finding, findings
@@ -26,6 +27,12 @@ ROUNDS = 6
 
 CLOSEST, FAILING = 40, 24
 """How many passing calls may bound a hypothesis, and how many failing ones it is tried on."""
+
+LARGE = 1 << 19
+"""Pairs beyond which a call is no evidence about a hypothesis that was found in another one: it costs too much."""
+
+_SEEN, _PAIRS = 60, 800
+"""Mistakes that are combined, and how many pairs are tried."""
 
 CANDIDATES, ALIKE = 12, 4
 """Hypotheses of one call that are followed up, and how many that fit alike are printed."""
@@ -86,24 +93,26 @@ def explain(
     calls: Sequence[JudgedCall], bench: Workbench, *, live: Live | None = None, seconds: float = 8.0
 ) -> list[Explanation]:
     """Explanations of the failing calls, best first."""
-    until = time.monotonic() + seconds
+    until = time.process_time() + seconds
     failing = sorted((c for c in calls if c.failing), key=_order)
     passing = sorted((c for c in calls if not c.failing and c.judged), key=_order)
     found: list[Explanation] = []
     left = list(failing)
     for _ in range(ROUNDS):
-        if not left or time.monotonic() > until:
+        if not left or time.process_time() > until:
             break
         call = left[0]
         if live is not None:
             call, more = minimal(call, live, until)
             failing += [c for c in more if c.failing]
             passing += [c for c in more if not c.failing and c.judged]
-        best = _of_call(call, bench, failing, passing, until)
+        singles = sides_worth_trying(call, bench.mistakes)
+        best = _of_call(call, [*bench.conventions_, *singles], bench, failing, passing, until)
         if not best:
             best = [_from_structure(f, call, failing, passing) for f in findings(call)[:2]]
         if not best:
-            best = _of_call(call, bench, failing, passing, until, pairs=True)
+            pairs = _pairs(call, bench, read(call, live) if live is not None else None)
+            best = _of_call(call, pairs, bench, failing, passing, until)
         found += best
         covered = {id(c) for e in best for c in e.calls}
         same = set(call.failing)
@@ -119,7 +128,7 @@ def minimal(call: JudgedCall, live: Live, until: float) -> tuple[JudgedCall, lis
     """The call without every option that it fails without just as well, and all calls made on the way."""
     made: list[JudgedCall] = []
     for option in list(_options(call)):
-        if time.monotonic() > until:
+        if time.process_time() > until:
             break
         shorter = live.again(call, drop=(option,))
         if shorter is None:
@@ -135,24 +144,22 @@ def minimal(call: JudgedCall, live: Live, until: float) -> tuple[JudgedCall, lis
 
 def _of_call(
     call: JudgedCall,
+    tried: Sequence[Hypothesis],
     bench: Workbench,
     failing: Sequence[JudgedCall],
     passing: Sequence[JudgedCall],
     until: float,
-    *,
-    pairs: bool = False,
 ) -> list[Explanation]:
     """The hypotheses that explain most of a call, as far as other calls do not refute them."""
-    tried = _pairs(call, bench, until) if pairs else (*bench.conventions_, *sides_worth_trying(call, bench.mistakes))
     fitting: list[tuple[Hypothesis, Match]] = []
     for hypothesis in tried:
         fit = _fit(hypothesis, call, bench)
         if fit is not None and fit.explained:
             fitting.append((hypothesis, fit))
-        if time.monotonic() > until + 4:
+        if time.process_time() > until:
             break
     fitting.sort(key=lambda entry: _rank(*entry))
-    if fitting and not pairs and fitting[0][1].left:
+    if fitting and fitting[0][1].left:
         fitting = _with_a_second(call, bench, fitting) + fitting
     explanations: list[Explanation] = []
     for hypothesis, fit in fitting[:CANDIDATES]:
@@ -205,15 +212,31 @@ def _rank(hypothesis: Hypothesis, fit: Match) -> tuple[Any, ...]:
     )
 
 
-def _pairs(call: JudgedCall, bench: Workbench, until: float) -> list[Hypothesis]:
-    """Two mistakes at once, of those that show in this call; a mistake and another convention."""
-    seen = [
-        h
-        for h in sides_worth_trying(call, bench.mistakes)
-        if h.side != "forward" and shows(call, bench.predict(h, call, gradients=h.side == "backward"))
-    ]
-    made = (bench.together(a, b) for a, b in itertools.combinations(seen[:60], 2) if a.name != b.name)
-    return [h for h in made if h is not None][:1200]
+def _pairs(call: JudgedCall, bench: Workbench, reading: Reading | None) -> list[Hypothesis]:
+    """Two mistakes at once, both of which show in this call by themselves.
+
+    Where the pairs that the candidate sees were read and are not those due: two mistakes about visibility that give just these
+    pairs, whether or not one alone would show (causal and a window may hide the same keys).
+    """
+    possible = [h for h in sides_worth_trying(call, bench.mistakes) if h.side != "forward"]
+    if reading is None or not bool((reading.seen[0] != reading.seen[1]).any()):
+        shown = [h for h in possible if shows(call, bench.predict(h, call, gradients=h.side == "backward"))]
+        return _two_of(_few_of_each(shown), bench)[:_PAIRS]
+    about = [h for h in possible if bench.edits_before(h, call, "seen") and not bench.edits_before(h, call, "products")]
+    return [h for h in _two_of(_few_of_each(about), bench) if bench.sees(h, call, reading)]
+
+
+def _two_of(hypotheses: Sequence[Hypothesis], bench: Workbench) -> list[Hypothesis]:
+    made = (bench.together(a, b) for a, b in itertools.combinations(hypotheses, 2) if a.name != b.name)
+    return [h for h in made if h is not None]
+
+
+def _few_of_each(hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """At most four forms of each class."""
+    by_class: dict[str, list[Hypothesis]] = {}
+    for h in hypotheses:
+        by_class.setdefault(h.name, []).append(h)
+    return [h for some in by_class.values() for h in some[:4]][:_SEEN]
 
 
 def _with_a_second(
@@ -299,6 +322,7 @@ def _from_structure(
 def _closest(call: JudgedCall, calls: Sequence[JudgedCall], most: int) -> list[JudgedCall]:
     """The calls that are most like this one: the same options, then small ones."""
     mine = set(_options(call))
+    calls = [c for c in calls if c is call or c.pairs <= LARGE]
     return sorted(calls, key=lambda c: (len(mine ^ set(_options(c))), _order(c)))[:most]
 
 
@@ -310,7 +334,7 @@ def _order(call: JudgedCall) -> tuple[int, int, int]:
     """Exact dtypes first, then few options, then small calls."""
     dtypes = ("float64", "float32", "float16", "bfloat16")
     rank = dtypes.index(call.dtype) if call.dtype in dtypes else len(dtypes)
-    return rank, len(_options(call)), call.size
+    return rank, len(_options(call)), call.pairs
 
 
 def _unique(explanations: Sequence[Explanation]) -> list[Explanation]:

@@ -85,8 +85,8 @@ def _moved(got: np.ndarray, right: np.ndarray, off: np.ndarray, name: str) -> It
         for shift in range(1, right.shape[axis]):
             moved = np.roll(right, shift, axis=axis)
             with np.errstate(invalid="ignore"):
-                same = np.isclose(got, moved, rtol=1e-3, atol=1e-6, equal_nan=True)
-            if bool(same[off].all()) and bool(np.isfinite(got[off]).any()):
+                same = np.isclose(got, moved, rtol=1e-3, atol=0.0, equal_nan=True)
+            if bool(same[off].all()) and bool((np.isfinite(moved[off]) & (moved[off] != right[off])).any()):
                 yield class_, f"the result of one {what} stands in the place of another"
                 return
 
