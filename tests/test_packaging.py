@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import importlib.resources
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ FLOORS = [
     ["memory", "routing"],
     ["layers"],
     ["verification"],
-    ["plotting", "cli", "pytest_plugin"],
+    ["cli"],
 ]
 FLOOR_OF = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 WHOLE = FLOOR_OF["verification"]  # from here up a room may import refattn itself: everything else lies below
@@ -215,3 +216,21 @@ def test_products_are_einsum_strings():
 def test_products_without_einsum_are_seen():
     code = "x = a @ b\ny = xp.matmul(a, b)\nz = einsum('ij,jk->ik', a, b)\nx @= b\ndot(a, b)"
     assert products_without_einsum(ast.parse(code)) == [1, 2, 4, 5]
+
+
+def test_every_room_exists_and_is_described():
+    """No floor for a room that is not there; CONTRIBUTING.md tells newcomers about each, and about no other."""
+    there = {
+        path.stem
+        for path in (REPOSITORY / "refattn").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").is_file()
+    }
+    assert set(FLOOR_OF) == {*there - {"__init__"}, "backends"}
+    table = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8").split("| room | holds |")[1].split("\n\n")[0]
+    named = {
+        x.rstrip("/")
+        for row in table.splitlines()
+        if row.startswith("| ")
+        for x in re.findall(r"`([\w/]+)`", row.split("|")[1])
+    }
+    assert named == set(FLOOR_OF)
