@@ -14,10 +14,10 @@ WORKERS ?= auto
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help verify test fuzz lint format typecheck docs bench wheel clean
+.PHONY: help verify test fuzz calibrate lint format typecheck docs bench wheel clean
 
 help:
-	@echo "make verify | test | fuzz | lint | format | typecheck | docs | bench | wheel | clean"
+	@echo "make verify | test | fuzz | calibrate | lint | format | typecheck | docs | bench | wheel | clean"
 
 # ---- environment: a stamp for each set of extras, renewed when the metadata changes
 
@@ -78,6 +78,10 @@ typecheck: $(VENV)/.ready-lint
 docs: $(VENV)/.ready-docs
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
+
+# The thresholds of the verdict, measured on right kernels: twenty seeds, about ten minutes; the docs show the table.
+calibrate: $(VENV)/.ready-test
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/verification/calibrate.py -o docs/tolerances_table.md
 
 # What is committed is measured (`make bench ASV="run --quick"` is shorter); `asv publish` makes the pages.
 ASV ?= run

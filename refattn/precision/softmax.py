@@ -352,6 +352,12 @@ class _Forward:
         """sum (pf)^2 v^2"""
         return _weigh(self.pf**2, self.v**2)
 
+    @functools.cached_property
+    def forgotten(self) -> Array:
+        """Of o + w (o_new - o), where a large partial output is merged into a small one: half a rounding of the largest f v."""
+        largest = np.where(self.rows[..., None] > 0, np.abs(self.v), 0.0).max(axis=-2, keepdims=True, initial=0.0)
+        return np.square(self.units.accumulate / 2 * self.f.max(initial=0.0) * largest) * (self.n[..., None] > 1)
+
     def moved(self, values: Array, centre: Array) -> Array:
         """sum_k p^2 v_e (f values - centre)^2 + centre^2 sum_sinks w^2 v_e, expanded."""
         square = _weigh(self.sure * self.f**2, values**2) - 2 * centre * _weigh(self.sure * self.f, values)
@@ -361,12 +367,11 @@ class _Forward:
     def output_bounds(self) -> Bounds:
         units, o, n = self.units, self.o, self.n[..., None]
         narrow = units.operands**2 + units.inputs**2 + units.scores**2
-        largest = np.where(self.rows[..., None] > 0, np.abs(self.v), 0.0).max(axis=-2, keepdims=True, initial=0.0)
         square = self.moved(self.v, o)
         square += units.accumulate**2 * n * (self.stored_weights + o**2)
         square += self.merges[..., None] * (o**2 + self.stored_weights)
         square += narrow * self.stored_weights + units.stored**2 * o**2
-        square += units.accumulate**2 / 4 * (self.f.max(initial=0.0) * largest) ** 2 * (n > 1)
+        square += self.forgotten
         if units.operands:
             square += units.tiny**2 * _weigh(self.visible * self.f**2, self.v**2)
         return Bounds(np.where(n > 0, np.hypot(np.sqrt(square), units.tiny), 0.0), self.worst_output)
@@ -478,6 +483,7 @@ class _Backward:
         d_pf = fw.f * self.d_p
         v_shift = ((d_o * o) ** 2).sum(axis=-1) * (units.stored**2 + u**2 * fw.e + units.inputs**2)
         v_shift += u**2 * (delta0**2 + d_lse**2 + shift**2) + v_lse
+        v_shift += (d_o**2 * fw.forgotten).sum(axis=-1)
         v_shift += (fw.sure * (d_pf - delta0[..., None]) ** 2).sum(axis=-1)
         v_shift += delta0**2 * (fw.sunk + fw.merges + u**2 * (n + 4))
         v_shift += (pf**2 * self.v_dp).sum(axis=-1)

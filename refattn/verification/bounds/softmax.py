@@ -132,8 +132,10 @@ def _is_softmax(call: SoftmaxCall, output: Any) -> bool:
             x = call.softcap * np.tanh(x / call.softcap) + added
         if not (np.abs(x - call.logits) <= 1e-10 * (size + np.abs(added) + 1))[sure].all():
             return False
-        lowest = np.where(sure, call.logits - np.log(call.weights), np.inf).min(axis=-1, keepdims=True, initial=np.inf)
-        softmax = np.exp(call.logits - lowest)
+        likely = np.where(sure, call.weights, 0.0)
+        top = np.where(likely == likely.max(axis=-1, keepdims=True, initial=0.0), call.logits - np.log(likely), -np.inf)
+        softmax = np.exp(call.logits - top.max(axis=-1, keepdims=True, initial=-np.inf))
+        sure &= call.weights > 1e-290  # below, float64 itself is coarse
         if not np.allclose(call.weights[sure], softmax[sure], rtol=1e-6, atol=0):  # weighted otherwise, as by a ramp
             return False
         weighted = np.einsum("...qk,...ke->...qe", np.where(sure, call.weights, 0.0), v, optimize=True)

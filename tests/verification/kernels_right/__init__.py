@@ -61,7 +61,7 @@ def run(variant: tuple[str, str, str, bool], arrays: dict[str, Array], options: 
             shown = FORWARDS[name](_without_sinks(c), s)[1]
         found = {"output": stored, "lse": shown}
         if cotangents:
-            d_out = cotangents["output"].astype(c.q.dtype)
+            d_out = cotangents.get("output", np.zeros(stored.shape)).astype(c.q.dtype)
             gradients = backward(c, BACKWARDS[back], stored.astype(c.q.dtype), lse, d_out, cotangents.get("lse"))
             found |= {f"d_{n}": np.asarray(x).astype(storage) for n, x in gradients.items()}
     return found
