@@ -51,9 +51,7 @@ from refattn.contraction import einsum
 from refattn.core import options
 from refattn.core.blocks import KEYS, Group, View, groups, product, slice_blocks
 from refattn.core.selections import Span
-from refattn.definitions.talking_heads import definition
 from refattn.mechanism import mechanism
-from refattn.mistakes.talking_heads import talking_heads_mutations
 from refattn.normalization import row_maximum
 from refattn.records import AttentionSettings, Block, Counts, Elements, Pass, Result, Sizes
 
@@ -684,8 +682,6 @@ talking_heads_attention = mechanism(
     backward,
     cost,
     example,
-    definition=definition,
-    mutations=talking_heads_mutations,
     name="talking_heads_attention",
     differentiable=("q", "k", "v", *_PARTS, *(n for n in options.DIFFERENTIABLE if n != "sinks")),
     outputs=("output", "lse"),

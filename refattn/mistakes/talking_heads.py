@@ -1,428 +1,505 @@
-"""The ways people get Talking-Heads attention wrong, each as the numbers that the mistake gives.
+"""The ways people get Talking-Heads attention wrong.
 
-:class:`Talking` writes the mechanism down once more in float64 NumPy, with a coefficient for every pair of heads and of
-positions, in steps that a mistake replaces.  Its softmax is that of :class:`~refattn.definitions.dense_steps.Steps`, which gets the
-projected logits as queries and one unit vector for each key: its output then is the weights.  So the mistakes of softmax
-attention in general become mistakes of the softmax between the projections.
+Those of softmax attention are lifted into the softmax between the projections, but for those about channels, groups of heads and
+sinks, which it has not.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from refattn.arrays import sum_to_shape
-from refattn.definitions.dense_steps import Steps, product, transpose
-from refattn.mistakes.dense_old import dense_mutations
-from refattn.records import Mutation, Result
-
-__all__ = ["Talking", "talking_heads_mutations"]
-
-Arguments = dict[str, Any]
-_PARTS = {
-    "logits_projection": ("before", "...xhqk->xh"),
-    "query_logits": ("before", "...xhqk->...qxh"),
-    "key_logits": ("before", "...xhqk->...kxh"),
-    "weights_projection": ("behind", "...xhqk->xh"),
-    "query_weights": ("behind", "...xhqk->...qxh"),
-    "key_weights": ("behind", "...xhqk->...kxh"),
-}
-_NOT_HERE = {"scale", "q", "k", "v", *_PARTS}
-_OF_PRODUCTS = {  # mistakes about channels and groups of heads: the softmax here has neither
-    "cap_before_scale", "d_truncated", "dv_block_nosum", "gqa_axis", "gqa_grad_nosum", "gqa_tile", "masked_value_leak", "no_scale",
-    "qk_overflow", "scale_dmodel", "scale_grad", "scale_ignored", "scale_inv", "scale_padded", "scale_twice", "scale_value",
-    "sink_drop", "sink_heads", "sink_lse", "sink_twice", "sink_unshifted", "swap_kv",
-}  # fmt: skip
-
-
-class Talking:
-    """One call in steps; coefficients (..., n, m, q, k) lead from n heads to m."""
-
-    def __init__(self, arguments: Arguments) -> None:
-        self.a = arguments
-        arrays = {n: self.array(n) for n in ("q", "k", "v", *_PARTS)}
-        own = [x.shape[:-3] for n, x in arrays.items() if x is not None and not n.endswith("_projection")]
-        self.lead = np.broadcast_shapes(*own)
-        self.q, self.k, self.v = (np.broadcast_to(arrays[n], (*self.lead, *arrays[n].shape[-3:])) for n in "qkv")
-        (self.x, self.rows, self.d), self.columns, self.y = self.q.shape[-3:], self.k.shape[-2], self.v.shape[-3]
-        before = [
-            arrays[n].shape[-1] for n in ("logits_projection", "query_logits", "key_logits") if arrays[n] is not None
-        ]
-        self.h = (before or [self.x])[0]
-        scale = self.a.get("scale")
-        self.scale = (self.d**-0.5 if self.d else 1.0) if scale is None else float(np.reshape(scale, ()))
-
-    def array(self, name: str) -> Any:
-        x = self.a.get(name)
-        return None if x is None else np.asarray(x, dtype=np.float64)
-
-    # ------------------------------------------------------------ steps that mistakes replace
-
-    def part(self, name: str) -> Any:
-        return self.array(name)
-
-    def coefficients(self, static: str, by_query: str, by_key: str, n: int, m: int) -> np.ndarray:
-        first = self.part(static)
-        total = np.zeros((*self.lead, n, m, self.rows, self.columns))
-        total += (np.eye(n, m) if first is None else first)[:, :, None, None]
-        for name, axis in ((by_query, -1), (by_key, -2)):
-            x = self.part(name)
-            if x is not None:
-                total += np.expand_dims(np.moveaxis(np.broadcast_to(x, (*self.lead, *x.shape[-3:])), -3, -1), axis)
-        return total
-
-    def products(self) -> np.ndarray:
-        return self.scale * self.q @ transpose(self.k)
-
-    def project(self, products: np.ndarray) -> np.ndarray:
-        """Logits of the softmax heads."""
-        return _through(self.before, products)
-
-    def options(self) -> Arguments:
-        """What the softmax gets."""
-        return {n: x for n, x in self.a.items() if n not in _NOT_HERE}
-
-    def mix(self, weights: np.ndarray) -> np.ndarray:
-        """Weights of the value heads."""
-        return np.einsum("...hqk,...hyqk->...yqk", weights, self.behind)
-
-    def sum_values(self, mixed: np.ndarray) -> np.ndarray:
-        return product(mixed, self.v, self.seen_by_values())
-
-    # ------------------------------------------------------------ the computation
-
-    def problem(self) -> Arguments:
-        """The softmax as a call of dense attention, whose output is the weights."""
-        self.before = self.coefficients("logits_projection", "query_logits", "key_logits", self.x, self.h)
-        self.behind = self.coefficients("weights_projection", "query_weights", "key_weights", self.h, self.y)
-        self.dots = self.products()
-        logits = self.project(self.dots)
-        one = np.eye(self.columns)[None]
-        return {"q": np.where(np.isfinite(logits), logits, 0.0), "k": one, "v": one, **self.options(), "scale": 1.0}
-
-    def seen_by_values(self) -> np.ndarray:
-        seen = self.steps.seen & self.steps.real
-        return np.einsum("...hqk,...hyqk->...yqk", seen.astype(int), (self.behind != 0).astype(int)) > 0
-
-    def forward(self) -> Result:
-        self.steps = Steps(self.problem())
-        return self.finish(self.steps.forward())
-
-    def finish(self, softmax: Result) -> Result:
-        self.weights = softmax.output
-        self.mixed = self.mix(self.weights)
-        return Result(output=self.sum_values(self.mixed), lse=softmax.lse)
-
-    def weight_cotangents(self, cotangents: Arguments) -> Arguments:
-        """Cotangents of the softmax's results."""
-        found = {"lse": cotangents.get("lse")}
-        self.d_output: Any = cotangents.get("output")
-        if self.d_output is not None:
-            self.d_output = np.asarray(self.d_output, dtype=np.float64)
-            self.d_mixed = self.d_output @ transpose(self.v)
-            found["output"] = np.einsum("...yqk,...hyqk->...hqk", self.d_mixed, self.behind)
-        return {n: d for n, d in found.items() if d is not None}
-
-    def pull(self, d: Arguments) -> dict[str, np.ndarray]:
-        """Gradients of all arguments from those of the softmax's; ``d["q"]`` is the cotangent of the logits."""
-        found = {n: g for n, g in d.items() if n not in ("q", "k", "v", "scale")}
-        shares = {}
-        if self.d_output is not None:
-            found["v"] = self.pull_values(transpose(self.mixed) @ self.d_output)
-            shares["behind"] = np.einsum("...xqk,...hqk->...xhqk", self.weights, self.d_mixed)
-        if "q" in d:
-            shares["before"] = np.einsum("...xqk,...hqk->...xhqk", self.dots, d["q"])
-            d_products = np.einsum("...hqk,...xhqk->...xqk", d["q"], self.before)
-            found["q"], found["k"] = self.scale * d_products @ self.k, self.scale * transpose(d_products) @ self.q
-            found["scale"] = np.sum(d_products * (self.q @ transpose(self.k)))
-        for name, (place, spec) in _PARTS.items():
-            if self.a.get(name) is not None and place in shares:
-                share = shares[place]
-                if name.endswith("_projection"):
-                    share = share.reshape(-1, *share.shape[-4:]).sum(0)
-                    spec = spec.replace("...", "")
-                found[name] = np.einsum(spec, share)
-        return {
-            n: sum_to_shape(np.asarray(g), np.shape(self.a[n])) for n, g in found.items() if self.a.get(n) is not None
-        }
-
-    def pull_values(self, d: np.ndarray) -> np.ndarray:
-        return d
-
-    def softmax_pull(self, cotangents: Arguments) -> Arguments:
-        return self.steps.backward(cotangents)
-
-    def backward(self, cotangents: Arguments) -> dict[str, np.ndarray]:
-        """After ``forward``."""
-        return self.pull(self.softmax_pull(self.weight_cotangents(cotangents)))
-
-
-def _through(coefficients: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Sum over heads, in which a coefficient of 0 lets nothing through."""
-    share = np.where(coefficients == 0, 0.0, coefficients * x[..., :, None, :, :])
-    return share.sum(axis=-4)
-
-
-def _differ(right: Any, wrong: Any) -> bool:
-    for name in wrong:
-        a, b = np.asarray(right[name]), np.asarray(wrong[name])
-        size = np.abs(a[np.isfinite(a)]).max(initial=1.0)
-        if a.shape != b.shape or not np.allclose(a, b, rtol=0, atol=1e-9 * size, equal_nan=True):
-            return True
-    return False
-
-
-def _mistake(
-    class_: str,
-    says: str,
-    *,
-    applies: Callable[[Talking], bool] = lambda x: True,
-    without: tuple[str, ...] = (),
-    only: str = "both",
-    **steps: Callable[..., Any],
-) -> Mutation:
-    """A call with replaced steps; ``without`` names gradients that the mistake leaves undefined; ``only`` one direction."""
-    wrong_class = type("_Mistaken", (Talking,), steps)
-
-    def forward(arguments: Arguments) -> Result | None:
-        right, wrong = Talking(arguments), wrong_class(arguments)
-        if not applies(right):
-            return None
-        with np.errstate(all="ignore"):
-            expected, found = right.forward(), wrong.forward()
-        return found if _differ(expected.fields, found.fields) else None
-
-    def gradients(arguments: Arguments, cotangents: Arguments) -> dict[str, Any] | None:
-        right, wrong = Talking(arguments), wrong_class(arguments)
-        if not applies(right):
-            return None
-        with np.errstate(all="ignore"):
-            right.forward(), wrong.forward()
-            expected, found = right.backward(cotangents), wrong.backward(cotangents)
-        found = {n: g for n, g in found.items() if n not in without}
-        return found if _differ(expected, found) else None
-
-    return Mutation(
-        class_,
-        says,
-        forward=None if only == "gradients" else forward,
-        gradients=None if only == "forward" else gradients,
-    )
-
-
-def _lifted(mutation: Mutation) -> Mutation:
-    """A mistake of softmax attention in the softmax between the projections."""
-
-    def forward(arguments: Arguments) -> Result | None:
-        call = Talking(arguments)
-        with np.errstate(all="ignore"):
-            call.forward()
-            result = mutation.forward(call.problem()) if mutation.forward else None
-            return None if result is None else call.finish(result)
-
-    def gradients(arguments: Arguments, cotangents: Arguments) -> dict[str, Any] | None:
-        call = Talking(arguments)
-        with np.errstate(all="ignore"):
-            call.forward()
-            problem = call.problem()
-            result = mutation.forward(problem) if mutation.forward else None
-            if result is not None:
-                call.finish(result)
-            d = mutation.gradients(problem, call.weight_cotangents(cotangents)) if mutation.gradients else None
-            return None if d is None else call.pull(d)
+from refattn.definitions.steps import contract, einsum, step
+from refattn.definitions.talking_heads import PARTS, SoftmaxOfLogits, TalkingHeads, through
+from refattn.mistakes.engine import Catalogue
+from refattn.mistakes.scaled_dot_product import catalogue as dense
 
-    return Mutation(
-        mutation.class_,
-        mutation.says,
-        forward=forward if mutation.forward else None,
-        gradients=gradients if mutation.gradients else None,
-    )
+__all__ = ["catalogue"]
 
+WITHOUT = (
+    "alias_stride", "arguments_exchanged", "batch_crossed", "cap_before_scale", "d_truncated", "dv_block_nosum", "gqa_axis",
+    "gqa_grad_nosum", "gqa_tile", "gradient_absent", "grad_overwritten", "masked_value_leak", "narrow_products", "no_scale",
+    "norm_grad_missing", "qk_overflow", "round_partials", "scale_default_missing", "scale_dmodel", "scale_grad", "scale_ignored",
+    "scale_inv", "scale_padded", "scale_twice", "scale_value", "sink_drop", "sink_grad", "sink_heads", "sink_lse", "sink_twice",
+    "sink_unshifted", "stale_scratch", "swap_kv", "tail_garbage", "tile_overrun",
+)  # fmt: skip
+catalogue = Catalogue(TalkingHeads, built_on=dense, without=WITHOUT)
 
-# ------------------------------------------------------------------------------------------------ the mistakes
-
-
-def _given(*names: str) -> Callable[[Talking], bool]:
-    return lambda x: any(x.a.get(n) is not None for n in names)
-
-
-def _hides(x: Talking) -> bool:
-    """Whether anything makes pairs invisible."""
-    x.forward()
-    return not bool(np.all(x.steps.seen))
+# ---------------------------------------------------------------------- the order of the steps
+
 
+class MaskedProducts(SoftmaxOfLogits):
+    """Nothing is hidden behind the projection but what lies in padded rows."""
 
-def _masked_products(x: Talking, products: np.ndarray) -> np.ndarray:
-    """-1e9 in place of the products of every pair that softmax head 0 does not see, before the projection."""
-    one = np.eye(x.columns)[None]
-    steps = Steps(
-        {"q": np.zeros((*x.lead, x.h, x.rows, x.columns)), "k": one, "v": one, **Talking.options(x), "scale": 1.0}
-    )
-    steps.forward()
-    return _through(x.before, np.where(steps.seen[..., :1, :, :], products, -1e9))
+    @step
+    def visible(self):
+        return np.broadcast_to(self.visible_by_query_lengths, self.pairs)
 
 
-def _biased_products(x: Talking, products: np.ndarray) -> np.ndarray:
-    bias = x.array("bias")
-    return _through(x.before, products + np.where(np.isneginf(bias), 0.0, bias))
+@catalogue.mistake(why="A mask is added where scores are made.", sides=("forward",))
+class th_mask_before_projection(TalkingHeads):
+    """hidden pairs get -1e9 before the logits are projected"""
 
+    inner = MaskedProducts
 
-def _without_bias(x: Talking) -> Arguments:
-    return {n: value for n, value in Talking.options(x).items() if n != "bias"}
+    @step
+    def hidden_of_head_0(self):
+        right = SoftmaxOfLogits({**{n: getattr(self, n) for n in self.shared}, "given_products": super().projected})
+        return ~right.visible[..., :1, :, :]
 
+    @property
+    def shared(self):
+        return [n for n in SoftmaxOfLogits.defaults if n in self.defaults and n != "scale"]
 
-def _as_many(x: Talking) -> bool:
-    return x.a.get("bias") is not None and (np.ndim(x.a["bias"]) < 3 or np.shape(x.a["bias"])[-3] in (1, x.x))
+    @step
+    def projected(self):
+        return through(self.before, np.where(self.hidden_of_head_0, -1e9, self.scale * self.products))
 
 
-def _turned(name: str) -> Callable[[Talking, str], Any]:
-    def part(x: Talking, n: str) -> Any:
-        found = Talking.part(x, n)
-        return found if n != name or found is None else found.T
+@catalogue.mistake(why="The bias is added where scores are made.")
+class th_bias_before_projection(TalkingHeads):
+    """the bias is added before the logits are projected"""
 
-    return part
-
-
-def _square(name: str) -> Callable[[Talking], bool]:
-    return lambda x: x.a.get(name) is not None and np.shape(x.a[name])[0] == np.shape(x.a[name])[1]
-
-
-def _dropped(*names: str) -> Callable[[Talking, str], Any]:
-    return lambda x, n: None if n in names else Talking.part(x, n)
-
-
-def _static_dropped(name: str, dynamic: tuple[str, str]) -> Callable[[Talking, str], Any]:
-    """The dynamic parts stand in place of the static one."""
-
-    def part(x: Talking, n: str) -> Any:
-        found = Talking.part(x, n)
-        if n != name or all(x.a.get(other) is None for other in dynamic):
-            return found
-        return np.zeros((x.x, x.h) if name == "logits_projection" else (x.h, x.y))
-
-    return part
-
-
-def _residual(name: str) -> Callable[[Talking, str], Any]:
-    def part(x: Talking, n: str) -> Any:
-        found = Talking.part(x, n)
-        return found if n != name or found is None else found + np.eye(*found.shape)
-
-    return part
-
-
-def _mean_order(x: Talking, weights: np.ndarray) -> np.ndarray:
-    mixed = Talking.mix(x, weights)
-    total = mixed.sum(-1, keepdims=True)
-    return np.where(total == 0, 0.0, mixed / np.where(total == 0, 1.0, total))
-
-
-def _second_softmax(x: Talking, weights: np.ndarray) -> np.ndarray:
-    mixed = Talking.mix(x, weights)
-    seen = x.seen_by_values()
-    p = np.where(seen, np.exp(mixed - mixed.max(-1, keepdims=True, initial=0.0)), 0.0)
-    total = p.sum(-1, keepdims=True)
-    return p / np.where(total == 0, 1.0, total)
-
-
-def _undropped(x: Talking) -> Arguments:
-    return {n: value for n, value in Talking.options(x).items() if n not in ("dropout_mask", "dropout_rate")}
-
-
-def _dropped_behind(x: Talking, weights: np.ndarray) -> np.ndarray:
-    """Dropout on the projected weights, head by head."""
-    mixed = Talking.mix(x, weights)
-    kept = np.broadcast_to(x.a["dropout_mask"], (*x.lead, x.h, x.rows, x.columns)) / (1 - x.a.get("dropout_rate", 0.0))
-    return mixed * kept
-
-
-def _summed_delta(x: Talking, cotangents: Arguments) -> Arguments:
-    """The row term is rowsum(d_output output) of the value head of the same number, as in attention without mixing."""
-    if "output" not in cotangents:
-        return Talking.softmax_pull(x, cotangents)
-    delta = (x.d_output * Talking.sum_values(x, x.mixed)).sum(-1)
-
-    class Wrong(Steps):
-        def softmax_pull(self, weights: Any, kept: Any, d_weights: Any, d_output: Any) -> np.ndarray:
-            return weights * (kept * d_weights - delta[..., None])
-
-    steps = Wrong(x.problem())
-    steps.forward()
-    return steps.backward(cotangents)
-
-
-def _leaking(x: Talking, mixed: np.ndarray) -> np.ndarray:
-    return mixed @ x.v
-
-
-def _scaled(factor: Callable[[Talking], float]) -> Callable[[Talking], np.ndarray]:
-    return lambda x: factor(x) * x.q @ transpose(x.k)
-
-
-def _per_head_scale(x: Talking) -> bool:
-    return x.a.get("scale") is None
-
-
-def _own() -> list[Mutation]:
-    made = [
-        _mistake("th_mask_before_projection", "hidden pairs get -1e9 before the logits are projected", applies=_hides,
-                 project=_masked_products, only="forward",
-                 options=lambda x: {n: v for n, v in Talking.options(x).items() if n not in _VISIBILITY}),
-        _mistake("th_bias_before_projection", "the bias is added before the logits are projected", applies=_as_many,
-                 project=_biased_products, options=_without_bias, without=("bias",)),
-        _mistake("th_projection_drop", "neither projection is applied", part=_dropped(*_PARTS), without=tuple(_PARTS),
-                 applies=lambda x: x.x == x.h == x.y),
-        _mistake("th_renormalised", "the projected weights are made to sum to 1 again", mix=_mean_order, only="forward"),
-        _mistake("th_renormalised", "a second softmax follows the projection of the weights", mix=_second_softmax, only="forward"),
-        _mistake("th_dropout_behind", "dropout acts on the projected weights", applies=lambda x: x.h == x.y and _given("dropout_mask")(x),
-                 options=_undropped, mix=_dropped_behind, only="forward"),
-        _mistake("th_delta", "the row term of a softmax head is rowsum(d_output output) of the value head of its number", only="gradients",
-                 applies=lambda x: x.h == x.y, softmax_pull=_summed_delta),
-        _mistake("masked_value_leak", "0 times what stands at hidden values enters the sum", sum_values=_leaking, only="forward"),
-        _mistake("no_scale", "the products are not scaled", products=_scaled(lambda x: 1.0), only="forward"),
-        _mistake("scale_twice", "the scale is applied twice", products=_scaled(lambda x: x.scale**2), only="forward"),
-        _mistake("scale_inv", "the products are divided by the scale", only="forward",
-                 products=_scaled(lambda x: 1 / x.scale if x.scale else 1.0)),
-        _mistake("scale_dmodel", "the scale comes from all heads' channels", applies=_per_head_scale, only="forward",
-                 products=_scaled(lambda x: (x.x * x.d) ** -0.5 if x.x * x.d else 1.0)),
-        _mistake("scale_value", "the scale comes from the value channels", applies=_per_head_scale, only="forward",
-                 products=_scaled(lambda x: x.v.shape[-1] ** -0.5 if x.v.shape[-1] else 1.0)),
-        _mistake("scale_grad", "dQ and dK lack the scale", only="gradients", applies=lambda x: x.scale != 0,
-                 pull=lambda x, d: {n: g / x.scale if n in ("q", "k") else g for n, g in Talking.pull(x, d).items()}),
-    ]  # fmt: skip
-    for name, dynamic in (
-        ("logits_projection", ("query_logits", "key_logits")),
-        ("weights_projection", ("query_weights", "key_weights")),
-    ):
-        made += [
-            _mistake("th_transposed", f"the {name} is applied transposed", applies=_square(name), part=_turned(name), without=(name,)),
-            _mistake("th_residual", f"the identity is added to the {name}", applies=_square(name), part=_residual(name)),
-            _mistake("th_projection_drop", f"the {name} is not applied", applies=_square(name), part=_dropped(name), without=(name,)),
-            _mistake("th_static_dropped", f"the dynamic parts replace the {name}", part=_static_dropped(name, dynamic),
-                     without=(name,)),
-            _mistake("th_dynamic_dropped", f"{' and '.join(dynamic)} are left out", part=_dropped(*dynamic), without=dynamic),
-        ]  # fmt: skip
-        made += [
-            _mistake("th_dynamic_dropped", f"{n} is left out", part=_dropped(n), without=(n,), applies=_given(n))
-            for n in dynamic
-        ]
-    return made
-
-
-_VISIBILITY = (
-    "mask",
-    "pattern",
-    "causal",
-    "align",
-    "window",
-    "query_lengths",
-    "key_lengths",
-    "query_segments",
-    "key_segments",
+    @step
+    def early(self):
+        """The bias, if it fits the key heads; a projection of one cannot be told from that of the other otherwise."""
+        given = self.argument("bias")
+        fits = given is not None and (given.ndim < 3 or given.shape[-3] in (1, self.q.shape[-3]))
+        return np.where(np.isneginf(given.real), 0.0, given) if fits else None
+
+    @step
+    def bias(self):
+        return self.argument("bias") if self.early is None else None
+
+    @step
+    def projected(self):
+        return super().projected if self.early is None else super().projected + through(self.before, self.early_pairs)
+
+    @step
+    def early_pairs(self):
+        return np.broadcast_to(self.early, (*self.lead, self.q.shape[-3], self.q.shape[-2], self.k.shape[-2]))
+
+    @step
+    def d_bias(self):
+        return super().d_bias if self.early is None else self.d_products
+
+    @step
+    def d_before(self):
+        if self.early is None:
+            return super().d_before
+        share = self.early_pairs[..., :, None, :, :] * self.d_projected[..., None, :, :, :]
+        return super().d_before + np.where(self.touched[..., None, :, :, :], share, 0.0)
+
+
+@catalogue.mistake(name="th_bias_before_projection", why="The cap is part of the scores.")
+class th_cap_before_projection(TalkingHeads):
+    """the cap is taken before the logits are projected"""
+
+    softcap = None
+
+    @step
+    def given_cap(self):
+        given = self.argument("softcap")
+        return None if given is None else np.reshape(given, ())[()]
+
+    @step
+    def bent(self):
+        return None if self.given_cap is None else np.tanh(self.scale * self.products / self.given_cap)
+
+    @step
+    def projected(self):
+        return super().projected if self.bent is None else through(self.before, self.given_cap * self.bent)
+
+    @step
+    def d_before(self):
+        if self.bent is None:
+            return super().d_before
+        share = self.given_cap * self.bent[..., :, None, :, :] * self.d_projected[..., None, :, :, :]
+        return np.where(self.touched[..., None, :, :, :], share, 0.0)
+
+    @step
+    def d_products(self):
+        return super().d_products * (1.0 if self.bent is None else 1 - self.bent**2)
+
+    @step
+    def d_softcap(self):
+        inside = self.scale * self.products / self.given_cap
+        slope = self.bent - inside * (1 - self.bent**2)
+        return np.where(self.products_touched, super().d_products * slope, 0.0).sum()
+
+
+@catalogue.mistake(why="Rows that sum to 1 are expected behind the projection too.", sides=("forward",))
+class th_renormalised(TalkingHeads):
+    """the projected weights are made to sum to 1 again"""
+
+    @step
+    def mixed(self):
+        total = super().mixed.sum(-1, keepdims=True)
+        return np.where(total == 0, 0.0, super().mixed / np.where(total == 0, 1.0, total))
+
+
+@catalogue.mistake(name="th_renormalised", why="The softmax is taken behind both projections.", sides=("forward",))
+class th_second_softmax(TalkingHeads):
+    """a second softmax follows the projection of the weights"""
+
+    @step
+    def mixed(self):
+        p = np.where(self.reached, np.exp(super().mixed - super().mixed.max(-1, keepdims=True, initial=0.0)), 0.0)
+        total = p.sum(-1, keepdims=True)
+        return p / np.where(total == 0, 1.0, total)
+
+
+@catalogue.mistake(why="Other implementations drop projected weights.", sides=("forward",))
+class th_dropout_behind(TalkingHeads):
+    """dropout acts on the projected weights"""
+
+    @step
+    def square(self):
+        return self.softmax_heads == self.v.shape[-3]
+
+    @step
+    def dropout_mask(self):
+        return None if self.square else self.argument("dropout_mask")
+
+    @step
+    def mixed(self):
+        keep = self.argument("dropout_mask")
+        if keep is None or not self.square:
+            return super().mixed
+        return super().mixed * np.broadcast_to(keep, super().mixed.shape) / (1 - self.argument("dropout_rate"))
+
+
+# ---------------------------------------------------------------------- the projections
+
+
+def part_dropped(*names):
+    """A class body that leaves parts of the projections out."""
+    return {**dict.fromkeys(names), **{f"d_{n}": 0.0 for n in names}}
+
+
+@catalogue.mistake(
+    why="A projection is not applied where the shapes do not need it.",
+    variants=(
+        {"what": "neither projection is applied", "which": PARTS, **part_dropped(*PARTS)},
+        {"what": "the logits_projection is not applied", "which": PARTS[:1], **part_dropped("logits_projection")},
+        {"what": "the weights_projection is not applied", "which": PARTS[3:4], **part_dropped("weights_projection")},
+    ),
 )
+class th_projection_drop(TalkingHeads):
+    """{what}"""
 
-talking_heads_mutations: tuple[Mutation, ...] = (
-    *_own(),
-    *(_lifted(m) for m in dense_mutations if m.class_ not in _OF_PRODUCTS),
+    which = PARTS
+
+    @step
+    def softmax_heads(self):
+        """A missing projection leaves the number of heads as it is."""
+        given = [self.argument(n) for n in PARTS[:3] if self.argument(n) is not None]
+        return given[0].shape[-1] if given else self.q.shape[-3]
+
+
+class Turned(TalkingHeads):
+    """A square projection read with its axes exchanged."""
+
+    def turned(self, name):
+        given = self.argument(name)
+        return given.T if given is not None and given.shape[0] == given.shape[1] else given
+
+
+@catalogue.mistake(why="A weight is stored as (out, in).")
+class th_transposed(Turned):
+    """the logits_projection is applied transposed"""
+
+    @step
+    def logits_projection(self):
+        return self.turned("logits_projection")
+
+    @step
+    def d_logits_projection(self):
+        d = super().d_logits_projection
+        return d.T if d.shape[0] == d.shape[1] else d
+
+
+@catalogue.mistake(name="th_transposed", why="A weight is stored as (out, in).")
+class th_weights_transposed(Turned):
+    """the weights_projection is applied transposed"""
+
+    @step
+    def weights_projection(self):
+        return self.turned("weights_projection")
+
+    @step
+    def d_weights_projection(self):
+        d = super().d_weights_projection
+        return d.T if d.shape[0] == d.shape[1] else d
+
+
+class Residual(TalkingHeads):
+    """A projection to which the identity is added."""
+
+    def with_identity(self, name):
+        given = self.argument(name)
+        return given + np.eye(*given.shape) if given is not None and given.shape[0] == given.shape[1] else given
+
+
+@catalogue.mistake(why="One library initialises and adds the identity.")
+class th_residual(Residual):
+    """the identity is added to the logits_projection"""
+
+    @step
+    def logits_projection(self):
+        return self.with_identity("logits_projection")
+
+
+@catalogue.mistake(name="th_residual", why="One library initialises and adds the identity.")
+class th_weights_residual(Residual):
+    """the identity is added to the weights_projection"""
+
+    @step
+    def weights_projection(self):
+        return self.with_identity("weights_projection")
+
+
+@catalogue.mistake(why="The dynamic parts are computed in place of the static one.")
+class th_static_dropped(TalkingHeads):
+    """the dynamic parts replace the logits_projection"""
+
+    @step
+    def dynamic(self):
+        return self.query_logits is not None or self.key_logits is not None
+
+    @step
+    def logits_projection(self):
+        if not self.dynamic:
+            return self.argument("logits_projection")
+        return np.zeros(
+            (self.q.shape[-3], (self.query_logits if self.key_logits is None else self.key_logits).shape[-1])
+        )
+
+    @step
+    def d_logits_projection(self):
+        return 0.0 * super().d_logits_projection if self.dynamic else super().d_logits_projection
+
+
+@catalogue.mistake(name="th_static_dropped", why="The dynamic parts are computed in place of the static one.")
+class th_static_weights_dropped(TalkingHeads):
+    """the dynamic parts replace the weights_projection"""
+
+    @step
+    def dynamic(self):
+        return self.query_weights is not None or self.key_weights is not None
+
+    @step
+    def weights_projection(self):
+        if not self.dynamic:
+            return self.argument("weights_projection")
+        return np.zeros((self.softmax_heads, self.v.shape[-3]))
+
+    @step
+    def d_weights_projection(self):
+        return 0.0 * super().d_weights_projection if self.dynamic else super().d_weights_projection
+
+
+@catalogue.mistake(
+    why="Dynamic parts are an option of few implementations.",
+    variants=[
+        {"what": f"{' and '.join(names)} left out", **part_dropped(*names)}
+        for names in (
+            ("query_logits", "key_logits"), ("query_weights", "key_weights"), ("query_logits",), ("key_logits",),
+            ("query_weights",), ("key_weights",),
+        )
+    ],
+)  # fmt: skip
+class th_dynamic_dropped(TalkingHeads):
+    """{what}"""
+
+    @step
+    def softmax_heads(self):
+        given = [self.argument(n) for n in PARTS[:3] if self.argument(n) is not None]
+        return given[0].shape[-1] if given else self.q.shape[-3]
+
+
+@catalogue.mistake(
+    name="th_dynamic_dropped", why="Queries and keys are taken for one another in self-attention.",
+)  # fmt: skip
+class th_dynamic_exchanged(TalkingHeads):
+    """query_logits and key_logits, query_weights and key_weights are exchanged"""
+
+    def other(self, mine, theirs):
+        a, b = self.argument(mine), self.argument(theirs)
+        return b if a is not None and b is not None and a.shape == b.shape else a
+
+    @step
+    def query_logits(self):
+        return self.other("query_logits", "key_logits")
+
+    @step
+    def key_logits(self):
+        return self.other("key_logits", "query_logits")
+
+    @step
+    def query_weights(self):
+        return self.other("query_weights", "key_weights")
+
+    @step
+    def key_weights(self):
+        return self.other("key_weights", "query_weights")
+
+    def exchanged(self, mine, own, others, theirs):
+        a, b = self.argument(mine), self.argument(theirs)
+        return others if a is not None and b is not None and a.shape == b.shape else own
+
+    @step
+    def d_query_logits(self):
+        return self.exchanged("query_logits", super().d_query_logits, super().d_key_logits, "key_logits")
+
+    @step
+    def d_key_logits(self):
+        return self.exchanged("key_logits", super().d_key_logits, super().d_query_logits, "query_logits")
+
+    @step
+    def d_query_weights(self):
+        return self.exchanged("query_weights", super().d_query_weights, super().d_key_weights, "key_weights")
+
+    @step
+    def d_key_weights(self):
+        return self.exchanged("key_weights", super().d_key_weights, super().d_query_weights, "query_weights")
+
+
+# ---------------------------------------------------------------------- backward
+
+
+class DeltaOfOutput(SoftmaxOfLogits):
+    """A row term that comes from elsewhere."""
+
+    @step
+    def delta(self):
+        return self.handed_delta
+
+
+@catalogue.mistake(why="Without mixing dO . O is the row term of a head.", sides=("backward",))
+class th_delta(TalkingHeads):
+    """the row term of a softmax head is rowsum(d_output output) of the value head of its number"""
+
+    @step
+    def pulled(self):
+        right = super().pulled
+        if self.softmax_heads != self.v.shape[-3]:
+            return right
+        delta = (self.d_output * self.output).sum(-1, keepdims=True)
+        arguments = {**right.arguments, "handed_delta": delta}
+        return DeltaOfOutput(arguments, right.cotangents, handed=right.handed, storage=right.storage)
+
+
+@catalogue.mistake(
+    why="The sum over positions is taken over one of them.",
+    sides=("backward",),
+    arrays=("logits_projection", "weights_projection"),
 )
-"""Every mistake; several of one class where its numbers differ."""
+class th_projection_grad(TalkingHeads):
+    """gradients of the static projections are those of batch entry 0"""
+
+    def first(self, d):
+        d = d.sum((-1, -2))
+        return d.reshape(-1, *d.shape[-2:])[0]
+
+    @step
+    def d_logits_projection(self):
+        return self.first(self.d_before)
+
+    @step
+    def d_weights_projection(self):
+        return self.first(self.d_behind)
+
+
+# ---------------------------------------------------------------------- products and values
+
+
+@catalogue.mistake(why="0 * NaN = NaN: weights of 0 are multiplied with what is hidden.", arrays=())
+class masked_value_leak(TalkingHeads):
+    """0 times what stands at hidden values enters the sum"""
+
+    @step
+    def output(self):
+        return einsum("...yqk,...yke->...yqe", self.mixed, self.v)
+
+
+@catalogue.mistake(why="The scale is expected in q, as its initialisation has it in one implementation.")
+class no_scale(TalkingHeads):
+    """the products are not scaled"""
+
+    scale = 1.0
+    d_scale = 0.0
+
+
+@catalogue.mistake(why="Only a given scale is multiplied in.")
+class scale_default_missing(TalkingHeads):
+    """the default scale is left out, a given one is honoured"""
+
+    default_scale = 1.0
+
+
+@catalogue.mistake(why="q is scaled, and the products once more.")
+class scale_twice(TalkingHeads):
+    """the scale is applied twice"""
+
+    @step
+    def scale(self):
+        return super().scale ** 2
+
+    @step
+    def d_scale(self):
+        return 2 * super().scale * super().d_scale
+
+
+@catalogue.mistake(why="sqrt(d) is taken for 1 / sqrt(d).")
+class scale_inv(TalkingHeads):
+    """the products are divided by the scale"""
+
+    @step
+    def scale(self):
+        return 1 / super().scale
+
+    @step
+    def d_scale(self):
+        return -(self.scale**2) * super().d_scale
+
+
+@catalogue.mistake(why="The channels of all heads together are taken for those of one.")
+class scale_dmodel(TalkingHeads):
+    """the scale comes from all heads' channels"""
+
+    @step
+    def default_scale(self):
+        return max(1, self.q.shape[-3] * self.q.shape[-1]) ** -0.5
+
+
+@catalogue.mistake(why="The size is read from the wrong array.")
+class scale_value(TalkingHeads):
+    """the scale comes from the value channels"""
+
+    @step
+    def default_scale(self):
+        return max(1, self.v.shape[-1]) ** -0.5
+
+
+@catalogue.mistake(why="dQ and dK are products of dS, and the scale is forgotten.", sides=("backward",))
+class scale_grad(TalkingHeads):
+    """dQ and dK lack the scale"""
+
+    scale_of_gradients = 1.0
+
+
+@catalogue.mistake(why="A tile's share is stored where it should be added.", sides=("backward",), arrays=("k", "v"))
+class grad_overwritten(TalkingHeads):
+    """dK and dV are those of the last 8 queries"""
+
+    @step
+    def last_rows(self):
+        n = self.q.shape[-2]
+        return (np.arange(n) >= max(0, n - 1) // 8 * 8)[:, None]
+
+    @step
+    def d_k(self):
+        d = self.scale_of_gradients * self.d_products * self.last_rows
+        return contract("...xqk,...xqd->...xkd", d, self.q, self.products_touched)
+
+    @step
+    def d_v(self):
+        return contract("...yqk,...yqe->...yke", self.mixed * self.last_rows, self.d_output, self.reached)

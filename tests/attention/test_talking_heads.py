@@ -6,7 +6,6 @@ from contract.cases.talking_heads import CASES, PARTS, B, D, E, H, K, Q, X, Y, b
 from support import assert_close, cases, random_cotangents
 
 import refattn as ra
-from refattn.mistakes.talking_heads import Talking
 
 attention = ra.talking_heads_attention
 EPS = np.finfo(np.float64).eps
@@ -214,38 +213,3 @@ def test_bad_input(name):
     change, kind, message = BAD[name]
     with pytest.raises(kind, match=message):
         attention.forward(**{**base(), **change})
-
-
-# ---------------------------------------------------------------------- mistakes
-
-
-@pytest.mark.parametrize(
-    "name", ["plain", "dynamic", "mask", "bias_hides", "lengths", "softcap_after", "alibi", "dropout", "together"]
-)
-def test_the_base_of_the_mistakes_is_right(name):
-    arguments = base(1, **CASES[name])
-    call = Talking(arguments)
-    result, pullback = attention.vjp(**arguments)
-    cotangents = random_cotangents(attention, result, rng(2))
-    with np.errstate(all="ignore"):
-        assert_close(call.forward().output, result.output, 60 * EPS)
-        found = call.backward(cotangents)
-    for n, g in pullback(**cotangents).items():
-        assert_close(found[n], g, 300 * EPS)
-
-
-def test_dense_mistakes_happen_between_the_projections():
-    arguments = {**base(5), "causal": True, "align": "lower_right", "bias": rng(1).standard_normal((H, 1, K))}
-    by_class = {}
-    for m in attention.mutations:
-        by_class.setdefault(m.class_, m)
-    dropped = by_class["causal_drop"].forward(arguments)
-    assert_close(dropped.output, attention(**{**arguments, "causal": False}), 60 * EPS)
-    result, pullback = attention.vjp(**arguments)
-    cotangents = random_cotangents(attention, result, rng(2))
-    right, wrong = pullback(**cotangents), by_class["bias_grad"].gradients(arguments, cotangents)
-    for n, g in wrong.items():
-        if n == "bias":
-            assert np.max(np.abs(g - right[n])) > 1e-3
-        else:
-            assert_close(g, right[n], 300 * EPS)

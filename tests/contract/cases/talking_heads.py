@@ -73,6 +73,7 @@ SHOWING = {
     "square": {**SQUARE, "mask": rng(3).random((B, 1, Q, K)) < 0.6, "bias": rng(2).standard_normal((H, Q, K))},
     "square_dropout": {"x": H, "y": H, "dropout_mask": rng(5).random((B, H, Q, K)) < 0.7, "dropout_rate": 0.3},
     "square_plain": {"x": H, "y": H},
+    "self": {**SQUARE, "q": K},
 }
 
 
