@@ -707,7 +707,7 @@ def _softmax() -> list[Mutation]:
         _mistake("masked_value_leak", "a hidden NaN logit stays NaN under -inf", masked=_additive, gradients=False),
         _mistake("max_clamped0", "the running maximum starts at 0", **_floored(0.0)),
         _mistake(
-            "max_missing",
+            "unshifted_softmax",
             "the maximum is not subtracted before exp, which overflows or underflows in the arithmetic's range",
             maximum=lambda x: np.zeros_like(x.faced.max(-1, keepdims=True, initial=0.0)),
             exponentials=lambda x: (_in_range(x.faced, x), _in_range(x.sinks, x)),
