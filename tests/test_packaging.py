@@ -3,7 +3,9 @@
 import ast
 import importlib.metadata
 import importlib.resources
+import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -234,3 +236,22 @@ def test_every_room_exists_and_is_described():
         for x in re.findall(r"`([\w/]+)`", row.split("|")[1])
     }
     assert named == set(FLOOR_OF)
+
+
+def test_import_takes_no_longer_than_numpy_s():
+    """60 ms beyond NumPy's 70 on an idle machine; CPU seconds of both are compared, as load stretches them alike."""
+
+    def seconds(module):
+        best = float("inf")
+        for _ in range(5):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run([sys.executable, "-P", "-c", f"import {module}"], check=True, env=environment)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        return best
+
+    environment = {n: x for n, x in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"} | {
+        "OPENBLAS_NUM_THREADS": "1"
+    }
+    numpy, whole = seconds("numpy"), seconds("refattn")
+    assert whole - numpy < 60e-3 * max(1.0, numpy / 70e-3)
