@@ -312,7 +312,7 @@ class ScaledDotProduct(Definition):
         """(h, 1, n)"""
         if self.sinks is None:
             return np.zeros((self.heads, 1, 0))
-        return np.reshape(self.sinks, (self.heads, 1, -1))
+        return np.reshape(self.sinks, (self.heads, 1, *(np.shape(self.sinks)[1:] or (1,))))
 
     @step
     def largest(self):
@@ -385,7 +385,24 @@ class ScaledDotProduct(Definition):
         """maximum + ln(row_sum)"""
         if self.lse_includes_sinks:
             return self.log_row_sum
-        return np.where(self.real_rows, self.maximum + np.log(self.key_sum), -np.inf)[..., 0]
+        return np.where(self.real_rows, self.key_maximum + np.log(self.lone_key_sum), -np.inf)[..., 0]
+
+    @step
+    def key_maximum(self):
+        """Largest logit of a row without its sinks, beside which the keys may vanish."""
+        if self.sinks is None:
+            return self.maximum
+        top = self.masked_logits.real.max(-1, keepdims=True, initial=-np.inf)
+        return np.where(np.isneginf(top), 0.0, top)
+
+    @step
+    def lone_exponentials(self):
+        """exp(logits - key_maximum)"""
+        return self.exponentials if self.sinks is None else self.exponential(self.masked_logits - self.key_maximum)
+
+    @step
+    def lone_key_sum(self):
+        return self.key_sum if self.sinks is None else self.lone_exponentials.sum(-1, keepdims=True)
 
     # ------------------------------------------------------------------ backward
 
@@ -443,7 +460,7 @@ class ScaledDotProduct(Definition):
         if self.is_handed("lse"):
             share = self.exponential(self.masked_logits - finite(self.lse))
         else:
-            share = divide(self.exponentials, self.key_sum)
+            share = divide(self.lone_exponentials, self.lone_key_sum)
         return np.where(self.real_rows, share, 0.0)
 
     @step

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from dense_calls import FINITE, PROBES, cotangents_of
 
+import refattn as ra
 from refattn.definitions.dense_loop import definition as loop
 from refattn.definitions.scaled_dot_product import ScaledDotProduct
 
@@ -52,3 +53,24 @@ def test_gradients_are_slopes_of_the_loops(name):
         slope = (4 * fine - coarse) / 3
         size = np.sum(np.abs(gradients[n] * direction))
         assert abs(np.sum(gradients[n] * direction) - slope) <= 1e-8 * max(1.0, size)
+
+
+@pytest.mark.parametrize("sink", [0.0, 30.0, 800.0])
+def test_keys_far_below_their_sinks_keep_their_lse(sink):
+    rng = np.random.default_rng(3)
+    mechanism = ra.scaled_dot_product_attention
+    arguments = mechanism.example(rng) | {"sinks": np.full(6, sink), "lse_includes_sinks": False}
+    result, pullback = mechanism.definition.vjp(**arguments)
+    logits = np.einsum("bhqd,bhkd->bhqk", arguments["q"], np.repeat(arguments["k"], 3, axis=1)) / 2
+    want = np.log(np.exp(logits).sum(-1))
+    np.testing.assert_allclose(result.lse, want, rtol=0, atol=1e-13)
+    # With a cotangent of the lse alone: the softmax over the keys, whatever the sinks are.
+    share = np.exp(logits - want[..., None])
+    d_q = np.einsum("bhqk,bhkd->bhqd", share, np.repeat(arguments["k"], 3, axis=1)) / 2
+    np.testing.assert_allclose(pullback(lse=np.ones(want.shape))["q"], d_q, rtol=0, atol=1e-13)
+
+
+def test_no_heads():
+    rng = np.random.default_rng(4)
+    empty = {n: rng.standard_normal((2, 0, 3, 4)) for n in "qkv"}
+    assert ra.scaled_dot_product_attention.definition(**empty, sinks=np.zeros(0)).output.shape == (2, 0, 3, 4)
