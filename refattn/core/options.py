@@ -518,7 +518,7 @@ def per_batch(name: str, value: Any, lead: tuple[int, ...]) -> np.ndarray:
         raise ValueError(f"{name} is {value}: expected ints of at most {LARGEST}") from None
     except ValueError:
         raise TypeError(f"{name} is {value!r}: expected ints per batch") from None
-    if not is_integer(host.dtype):
+    if not is_integer(host.dtype) and (is_array(value) or host.shape != (0,)):  # an empty list has no ints to tell by
         raise TypeError(f"{name} is {value!r}: expected ints per batch")
     if host.size and not (int(host.min()) >= -LARGEST and int(host.max()) <= LARGEST):
         raise ValueError(f"{name} is {value}: expected ints of at most {LARGEST}")

@@ -129,6 +129,12 @@ def test_empty_axes(empty, algorithm):
         assert_close(result.lse, np.zeros(result.lse.shape), 0)  # the sinks alone
 
 
+def test_no_lengths_for_no_batch():
+    x = np.zeros((0, 2, 5, 3))
+    result = attention.forward(x, x, x, query_lengths=[], key_lengths=np.zeros(0, int), causal=True, align=[])
+    assert result.output.shape == x.shape
+
+
 # ---------------------------------------------------------------------- kept logits
 
 

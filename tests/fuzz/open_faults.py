@@ -23,8 +23,6 @@ def empty_heads(a):
 
 
 OPEN = {
-    # no batch entry: an empty list of lengths is "[]: expected ints per batch"
-    "lengths of an empty batch": lambda m, a, c: any(n.endswith("lengths") and len(x) == 0 for n, x in a.items()),
     # `causal` cuts the look-ahead as if the offset were at most 0
     "local, causal with an offset": lambda m, a, c: m == "local" and "align" in a and a.get("causal"),
     # the definition's d_lse of keys is 0 where sinks outweigh them by far
