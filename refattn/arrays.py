@@ -92,14 +92,15 @@ def dtype_name(dtype: Any) -> str:
         return dtype
     if dtype is None or isinstance(dtype, (tuple, list, dict)):  # which NumPy would take for something
         return type(dtype).__name__
+    kind: Any = type(dtype)
     try:
-        return _dtype_name(type(dtype), dtype)
+        return _dtype_name(kind, dtype)
     except TypeError:  # it has no hash
         return type(dtype).__name__
 
 
 @functools.lru_cache(maxsize=256)
-def _dtype_name(kind: type, dtype: Any) -> str:  # the kind keeps dtypes of different libraries from being compared
+def _dtype_name(kind: Any, dtype: Any) -> str:  # the kind keeps dtypes of different libraries from being compared
     try:
         return np.dtype(dtype).name
     except TypeError:
@@ -267,8 +268,8 @@ def require_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def require_integer(name: str, value: Any, *, minimum: int | None = None, maximum: int = LARGEST) -> int:
-    """The value as a Python int between ``minimum`` (default: -maximum) and ``maximum``."""
+def require_integer(name: str, value: Any, *, minimum: int | None = None, maximum: int | None = LARGEST) -> int:
+    """The value as a Python int between ``minimum`` (default: -maximum) and ``maximum`` (None: without limit)."""
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
@@ -277,12 +278,12 @@ def require_integer(name: str, value: Any, *, minimum: int | None = None, maximu
         raise TypeError(f"{name} is {_shown(value)}: expected an integer") from None
     if minimum is not None and number < minimum:
         raise ValueError(f"{name} is {number}: expected at least {minimum}")
-    if not -maximum <= number <= maximum:
+    if maximum is not None and not -maximum <= number <= maximum:
         raise ValueError(f"{name} is {number}: expected at most {maximum}")
     return number
 
 
-def require_finite(name: str, value: Any) -> complex:
+def require_finite(name: str, value: Any) -> float | complex:
     """A finite number, or a 0-d array of one, as a Python number (a complex one under complex step)."""
     if is_array(value):
         if value.ndim:

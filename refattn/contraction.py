@@ -122,8 +122,9 @@ def einsum(spec: str, *operands: Array, out: Array | None = None) -> Array:
         contraction = _ready[key]
     except (KeyError, AttributeError, TypeError):
         if not isinstance(spec, str):
-            kind = type(spec).__name__
-            raise TypeError(f"spec is a {kind}: expected a string such as 'ij,jk->ik', then the operands") from None
+            raise TypeError(
+                f"spec is a {type(spec).__name__}: expected a string such as 'ij,jk->ik', then the operands"
+            ) from None
         contraction = _Contraction(_plan(spec, _shapes(spec, operands)), operands)
         if len(_ready) >= _MOST:
             _ready.clear()
@@ -189,7 +190,7 @@ class _Contraction:
             raise TypeError(f"einsum: operand {at} is boolean; cast it to a number, or select with where")
         self.halves = tuple(at for at, name in enumerate(names) if is_half(name))
         numpy = all(type(operand) is np.ndarray for operand in operands)
-        self.calls = (_numpy_sum, np.ndarray.transpose, np.ndarray.reshape) if numpy else None
+        self.calls: Any = (_numpy_sum, np.ndarray.transpose, np.ndarray.reshape) if numpy else None
         self.squeezed = tuple((at, shape) for at, shape in enumerate(plan.squeezed) if shape is not None)
         self.steps = [
             (s.left, s.right, _moves(s.arrange_left), _moves(s.arrange_right), s.product == "matmul", s.shape)
@@ -209,8 +210,8 @@ class _Contraction:
             dtype = xp.result_type(*operands)
             for at in self.halves:
                 arrays[at] = xp.astype(arrays[at], xp.float32)
-        for at, shape in self.squeezed:
-            arrays[at] = calls[2](arrays[at], shape)
+        for at, squeezed in self.squeezed:
+            arrays[at] = calls[2](arrays[at], squeezed)
         last = len(self.steps) - 1
         for n, (at_left, at_right, moves_left, moves_right, is_matmul, shape) in enumerate(self.steps):
             left, right = arrays[at_left], arrays[at_right]

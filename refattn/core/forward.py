@@ -67,7 +67,7 @@ def forward(problem: AttentionProblem, backend: Any, *, keep: bool = False) -> F
         with backend.quiet():
             return forward_group(problem, group, backend, blocks if keep else None), blocks
 
-    kept = None
+    kept: Any = None
     if keep:
         like = {"device": problem.device}
         shape = (b, g, r, q, k)
@@ -76,8 +76,8 @@ def forward(problem: AttentionProblem, backend: Any, *, keep: bool = False) -> F
         index = (group.b, group.g, slice(None), slice(*group.q), ...)
         whole = Partial(*(backend.assign(x, index, y) for x, y in zip(whole, part, strict=True)))
         for queries, keys, logits, visible in blocks:
-            index = (group.b, group.g, slice(None), slice(*queries.extent), slice(*keys.extent))
-            kept = backend.assign(kept[0], index, logits), backend.assign(kept[1], index, visible)
+            pairs = (group.b, group.g, slice(None), slice(*queries.extent), slice(*keys.extent))
+            kept = backend.assign(kept[0], pairs, logits), backend.assign(kept[1], pairs, visible)
     return finish(problem, backend, whole, kept)
 
 

@@ -470,7 +470,7 @@ def _window(window: Any) -> tuple[int | None, int | None] | None:
         raise TypeError(f"window is {window!r}: expected (left, right), two counts or None")
     for name, count in zip(("left", "right"), window, strict=True):
         if count is not None:
-            require_integer(f"window: {name}", count, minimum=0, maximum=math.inf)
+            require_integer(f"window: {name}", count, minimum=0, maximum=None)
     left, right = (None if x is None else min(int(x), LARGEST) for x in window)  # beyond every array all is seen
     return None if left is None and right is None else (left, right)
 
@@ -543,7 +543,8 @@ def _visibility(
     if options["causal"]:
         parts.append(patterns.causal(align=place))
     if options["window"] is not None:
-        parts.append(patterns.window(*options["window"], align=place))
+        left, right = options["window"]
+        parts.append(patterns.window(left, right, align=place))
     if any(counts is not None for counts in lengths.values()):
         parts.append(patterns.lengths(**{n: counts for n, counts in lengths.items() if counts is not None}))
     if options["query_segments"] is not None or options["key_segments"] is not None:
