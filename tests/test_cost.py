@@ -196,6 +196,22 @@ def test_bigbird_is_counted_without_its_layout(t, ends, monkeypatch):
             assert ra.bigbird_attention.cost(**sizes, r=2).multiplies == want.multiplies
 
 
+def test_bigbird_is_counted_within_lengths(monkeypatch):
+    bigbird = importlib.import_module("refattn.attention.bigbird")
+    sizes = {"t": 130, "b": 3, "h": 2, "d": 3, "block": 16, "key_lengths": [130, 0, 41], "query_lengths": [130, 9, 100]}
+    drawn = np.random.default_rng(0).integers(0, 9, (2, 9, 2))
+    for more in (
+        {},
+        {"random_blocks": drawn},
+        {"window_blocks": 3, "global_blocks": (0, 0)},
+        {"global_blocks": (4, 6)},
+    ):
+        monkeypatch.setattr(bigbird, "_COUNTED", 10**6)
+        want = ra.bigbird_attention.cost(**sizes, **more).multiplies
+        monkeypatch.setattr(bigbird, "_COUNTED", 0)
+        assert ra.bigbird_attention.cost(**sizes, **more).multiplies == want
+
+
 def test_spans_of_heads_are_counted_each():
     sizes = {"q": 512, "k": 512 + 4096, "d": 16, "max_span": 4096}
     one, other = (ra.adaptive_span_attention.cost(h=1, **sizes, span=s).multiplies for s in (100, 300))

@@ -257,7 +257,7 @@ def cost(
     costs.require_sizes(b=b, h=h, t=t, r=r)
     sizes: dict[str, Any] = {"b": b, "h": h, "q": t, "k": t, "d": d, "e": e}
     n = -(-t // require_integer("block", block, minimum=1))
-    if n <= _COUNTED or any(x is not None and x is not False for x in settings.values()):
+    if n <= _COUNTED:
         if random_blocks is None and r:
             random_blocks = _draw(np.random.default_rng(0), h, n, r, window_blocks, global_blocks)
         layout = _Layout(t, h, block, random_blocks, window_blocks, global_blocks)
@@ -267,6 +267,13 @@ def cost(
     layout = _Layout(t, 0, block, none, window_blocks, global_blocks)
     near, inner = layout.near, layout.last - layout.first  # blocks that are no global ones
     outside = t - (layout.span(layout.first, layout.last)[1] - layout.span(layout.first, layout.last)[0])
+    lengths = [settings.get(name) for name in ("query_lengths", "key_lengths")]
+    if any(x is not None for x in lengths):
+        drawn_blocks = (
+            None if random_blocks is None else _Layout(t, h, block, random_blocks, window_blocks, global_blocks).drawn
+        )
+        pairs = _within_lengths(layout, b, h, r, drawn_blocks, *(t if x is None else x for x in lengths))
+        return costs.softmax_counts(**sizes, visible=pairs, computed=-(-pairs // max(1, b)), **settings)
     if random_blocks is None:
         free = max(0, inner - 2 * near - 1)  # of the blocks between, those that are not near; more at both ends
         drawn = h * sum(
@@ -282,6 +289,29 @@ def cost(
         lacking = block - t % block
         pairs -= h * lacking * (2 * min(near + 1, inner) * block - lacking)
     return costs.softmax_counts(**sizes, visible=b * pairs, computed=pairs, **settings)
+
+
+def _within_lengths(layout: _Layout, b: int, h: int, r: int, drawn: Any, queries: Any, keys: Any) -> int:
+    """Visible pairs where each batch entry has lengths, by rows of blocks; blocks not drawn yet count as those between on average."""
+    first, last, near = layout.first, layout.last, layout.near
+    edges = np.arange(layout.n) * layout.block
+    rows, columns = (
+        np.clip(np.broadcast_to(to_numpy(x) if is_array(x) else np.asarray(x), (b,))[:, None] - edges, 0, layout.block)
+        for x in (queries, keys)
+    )
+    upto = np.concatenate([np.zeros((b, 1), np.int64), np.cumsum(columns, axis=-1)], axis=-1)
+    whole, between = upto[:, -1:], upto[:, last : last + 1] - upto[:, first : first + 1]
+    u = np.arange(first, last)
+    low, high = np.maximum(u - near, first), np.minimum(u + near + 1, last)
+    seen = h * (whole - between + upto[:, high] - upto[:, low])
+    if drawn is None:
+        others = np.minimum(r, last - first - (high - low))
+        seen = seen + h * others * (between // max(1, last - first))
+    else:
+        chosen = np.where(drawn[:, first:last] < 0, layout.n, drawn[:, first:last])  # (h, rows, r)
+        seen = seen + np.pad(columns, ((0, 0), (0, 1)))[:, chosen].sum((1, 3))
+    own = int((rows[:, first:last] * seen).sum())
+    return own + h * int(((rows.sum(-1, keepdims=True) - rows[:, first:last].sum(-1, keepdims=True)) * whole).sum())
 
 
 def _draw(
