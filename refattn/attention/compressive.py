@@ -34,7 +34,6 @@ from refattn.contraction import einsum
 from refattn.core import options
 from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
-from refattn.mistakes.compressive import compressive_mutations
 from refattn.records import Counts, Pass, Result
 
 __all__ = ["compressive_attention"]
@@ -246,7 +245,6 @@ compressive_attention = mechanism(
     backward,
     cost,
     example,
-    mutations=compressive_mutations,
     name="compressive_attention",
     differentiable=("x", "memory", "compressed", "w_q", "w_k", "w_v", "w_o", "r", "u", "w", "bias", "scale"),
     outputs=("output", "lse"),

@@ -57,7 +57,6 @@ from refattn.core.blocks import KEYS, listed_blocks
 from refattn.core.problem import prepare
 from refattn.core.terms import Relative
 from refattn.mechanism import mechanism
-from refattn.mistakes.transformer_xl import transformer_xl_mutations
 from refattn.records import AttentionSettings, Counts, Elements, Pass, Result
 
 __all__ = ["transformer_xl_attention"]
@@ -405,7 +404,6 @@ transformer_xl_attention = mechanism(
     backward,
     cost,
     example,
-    mutations=transformer_xl_mutations,
     name="transformer_xl_attention",
     differentiable=("q", "k", "v", "r", "u", "w", "position_bias", "absolute_q", "absolute_k", "bias", "scale"),
     outputs=("output", "lse"),

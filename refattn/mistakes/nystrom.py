@@ -5,8 +5,9 @@ import numpy as np
 from refattn.definitions.nystrom import Nystrom, back_through, transposed, zeros_in_front
 from refattn.definitions.steps import einsum, step
 from refattn.mistakes.engine import Catalogue
+from refattn.mistakes.scaled_dot_product import catalogue as dense
 
-catalogue = Catalogue(Nystrom)
+catalogue = Catalogue(Nystrom, built_on=dense)
 
 
 # ---------------------------------------------------------------------------------------------- zeros and landmarks

@@ -1,372 +1,402 @@
-"""The ways people get Transformer-XL attention wrong, each as the numbers that the mistake gives.
-
-:class:`Relative` writes the attention down once more, densely and in float64, in steps that a mistake replaces.  The shift
-from table rows to keys is a table of places in the line of all (query, row) scores, so that a wrong slice or a value of the
-next query's row is just another table.  Mistakes of softmax attention in general come from ``dense_mistakes``.
-"""
-
-from collections.abc import Collection
-from typing import Any
+"""How people get Transformer-XL attention wrong: distances and the shift, the two biases, the memory, their gradients."""
 
 import numpy as np
 
-from refattn.mistakes.dense_old import mutations_for
-from refattn.records import Mutation, Result
+from refattn.definitions.steps import contract, step
+from refattn.definitions.transformer_xl import TransformerXL
+from refattn.mistakes.engine import Catalogue
+from refattn.mistakes.scaled_dot_product import catalogue as dense
 
-__all__ = ["Relative", "differ", "transformer_xl_mutations"]
-
-Arguments = dict[str, Any]
-
-
-def differ(right: Any, wrong: Any) -> bool:
-    """Whether any array common to two sets of results differs by more than rounding."""
-    for name in wrong:
-        a, b = np.asarray(right[name]), np.asarray(wrong[name])
-        if a.shape != b.shape or not np.allclose(
-            a, b, rtol=0, atol=1e-9 * max(1.0, np.abs(a[np.isfinite(a)]).max(initial=0))
-        ):
-            return True
-    return False
+catalogue = Catalogue(TransformerXL, built_on=dense)
 
 
-class Relative:
-    """Transformer-XL attention on float64 arrays; ``r`` may be None."""
-
-    scaled_positions = True
-
-    def __init__(self, arguments: Arguments) -> None:
-        a = self.a = arguments
-        self.lead = np.broadcast_shapes(*(np.shape(a[n])[:-3] for n in ("q", "k", "v", "r") if a.get(n) is not None))
-        self.q, self.k, self.v, self.r = (self.full(a.get(n)) for n in ("q", "k", "v", "r"))
-        (self.h, self.n_q, self.d), self.n_k = self.q.shape[-3:], self.k.shape[-2]
-        self.causal = a.get("causal", True)
-        places = a.get("key_places")
-        self.places = np.arange(self.n_k) if places is None else np.asarray(places)
-        span = int(self.places[-1]) + 1 if self.n_k else 0
-        self.n_p = span if self.causal else span + self.n_q
-        scale = a.get("scale")
-        self.scale = (self.d**-0.5 if self.d else 1.0) if scale is None else float(np.reshape(scale, ()))
-        zero = np.zeros((self.h, self.d))
-        self.u, self.w = (zero if a.get(n) is None else np.asarray(a[n], np.float64) for n in ("u", "w"))
-        scalars = a.get("position_bias")
-        self.scalars = np.zeros((self.h, self.n_p)) if scalars is None else np.asarray(scalars, np.float64)
-
-    def full(self, x: Any) -> Any:
-        return None if x is None else np.broadcast_to(np.asarray(x, np.float64), (*self.lead, *np.shape(x)[-3:]))
-
-    # ------------------------------------------------------------ steps that mistakes replace
-
-    def rows(self) -> np.ndarray:
-        """Table row of every pair (q, k)."""
-        return self.places[None, :] + (self.n_q - 1 if self.causal else self.n_q) - np.arange(self.n_q)[:, None]
-
-    def line(self) -> np.ndarray:
-        """Place of every pair in the line of the (query, row) scores; -1 reads 0."""
-        row = self.rows()
-        place = np.arange(self.n_q)[:, None] * self.n_p + row
-        return np.where((row >= 0) & (row < self.n_p), place, -1)
-
-    def biases(self) -> tuple[str, str]:
-        """Which bias meets the keys, which the positions."""
-        return "u", "w"
-
-    def most(self) -> int | None:
-        """Keys seen under same_length."""
-        n = self.a.get("same_length", False)
-        return None if n is False else self.n_k - self.n_q if n is True else n
-
-    def older(self) -> np.ndarray:
-        """How far key j lies behind query i, in keys."""
-        return np.arange(self.n_q)[:, None] + (self.n_k - self.n_q) - np.arange(self.n_k)[None, :]
-
-    def order(self) -> np.ndarray:
-        """Order in which keys and values are read."""
-        return np.arange(self.n_k)
-
-    # ------------------------------------------------------------ the computation
-
-    def forward(self) -> Result:
-        content, position = self.biases()
-        order = self.order()
-        self.keys, self.values = self.k[..., order, :], self.v[..., order, :]
-        self.q_content, self.q_position = (self.q + getattr(self, n)[:, None, :] for n in (content, position))
-        content_logits = self.q_content @ np.swapaxes(self.keys, -1, -2)
-        table = self.scalars[:, None, :] + np.zeros((*self.lead, self.h, self.n_q, self.n_p))
-        if self.r is not None:
-            table = table + self.q_position @ np.swapaxes(self.r, -1, -2)
-        self.place = self.line()
-        flat = np.concatenate([table.reshape(*self.lead, self.h, -1), np.zeros((*self.lead, self.h, 1))], axis=-1)
-        position_logits = flat[..., self.place]
-        self.position_logits = (self.scale if self.scaled_positions else 1.0) * position_logits
-        self.unscaled = content_logits + (position_logits if self.scaled_positions else 0.0)
-        logits = self.scale * content_logits + self.position_logits
-        bias, mask = self.a.get("bias"), self.a.get("mask")
-        seen = np.ones((self.n_q, self.n_k), bool)
-        if self.causal:
-            seen &= self.older() >= 0
-        if self.most() is not None:
-            seen &= self.older() < self.most()
-        seen = np.broadcast_to(seen, logits.shape)
-        if bias is not None:
-            bias = np.asarray(bias, np.float64)
-            seen = seen & (bias != -np.inf)
-            logits = logits + np.where(bias == -np.inf, 0.0, bias)
-        seen = seen if mask is None else seen & mask
-        top = np.max(np.where(seen, logits, -np.inf), axis=-1, keepdims=True, initial=-np.inf)
-        top = np.where(np.isfinite(top), top, 0.0)
-        weights = np.where(seen, np.exp(np.where(seen, logits, 0.0) - top), 0.0)
-        total = weights.sum(-1, keepdims=True)
-        with np.errstate(divide="ignore"):
-            self.lse = np.where(total > 0, np.log(total) + top, -np.inf)[..., 0]
-        self.weights = weights / np.where(total > 0, total, 1.0)
-        self.output = self.weights @ self.values
-        return Result(output=self.output, lse=self.lse)
-
-    def backward(self, cotangents: Arguments) -> dict[str, np.ndarray]:
-        """Gradients of what ``forward`` computed, under the names of the arguments."""
-        d_output, d_lse = cotangents.get("output"), cotangents.get("lse")
-        d_output = np.zeros_like(self.output) if d_output is None else np.asarray(d_output, np.float64)
-        delta = (d_output * self.output).sum(-1, keepdims=True)
-        if d_lse is not None:
-            delta = delta - np.asarray(d_lse, np.float64)[..., None]
-        d_s = self.weights * (d_output @ np.swapaxes(self.values, -1, -2) - delta)
-        order, scale = self.order(), self.scale
-        d_k, d_v = np.zeros_like(self.keys), np.zeros_like(self.values)
-        d_k[..., order, :] = scale * np.swapaxes(d_s, -1, -2) @ self.q_content
-        d_v[..., order, :] = np.swapaxes(self.weights, -1, -2) @ d_output
-        d_content = scale * d_s @ self.keys
-        d_table = self.to_rows((self.scale if self.scaled_positions else 1.0) * d_s)
-        content, position = self.biases()
-        found = {"k": d_k, "v": d_v, content: d_content, "position_bias": d_table.sum(-2)}
-        found["q"] = d_content
-        if self.r is not None:
-            d_position = d_table @ self.r
-            found.update({position: d_position, "r": np.swapaxes(d_table, -1, -2) @ self.q_position})
-            found["q"] = d_content + d_position
-        self.whole_query = found["q"]
-        for name in ("u", "w"):
-            if name in found:
-                found[name] = found[name].sum(-2)
-        if self.a.get("bias") is not None:
-            found["bias"] = d_s
-        if self.a.get("scale") is not None:
-            found["scale"] = (d_s * self.unscaled).sum()
-        given = {n: np.shape(x) for n, x in self.a.items() if n in found and x is not None}
-        return {n: _summed(found[n], shape) for n, shape in given.items()}
-
-    def to_rows(self, d: np.ndarray) -> np.ndarray:
-        """Cotangents of the pairs added up at the (query, row) scores they were read from."""
-        batch = d.reshape(-1, self.n_q * self.n_k)
-        flat = np.zeros((batch.shape[0], self.n_q * self.n_p + 1))
-        for n, row in enumerate(batch):
-            np.add.at(flat[n], self.place.reshape(-1), row)
-        return flat[:, :-1].reshape(*self.lead, self.h, self.n_q, self.n_p)
+# ---------------------------------------------------------------------------------------------- the shift
 
 
-def _summed(g: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    g = g.sum(tuple(range(g.ndim - len(shape))))
-    axes = tuple(i for i, n in enumerate(shape) if n == 1 and g.shape[i] != 1)
-    return g.sum(axes, keepdims=True) if axes else g
+@catalogue.mistake(why="x[:-1] in place of x[1:] after the reshape.")
+class rel_shift_slice(TransformerXL):
+    """the shift drops the last row in place of the first"""
+
+    @step
+    def line(self):
+        if self.longest != self.queries - 1 or self.rows_of_table != self.keys:
+            return super().line
+        n, k = self.queries, self.keys
+        line = np.arange(n * (k + 1)).reshape(k + 1, n)[:-1].reshape(n, k)
+        return without_zero_column(line, k)
 
 
-# ---------------------------------------------------------------------- mistakes
+@catalogue.mistake(why="The causal shift is used in an encoder.")
+class rel_shift_leak(TransformerXL):
+    """beyond the edge of the shift stand the next query's scores"""
+
+    @step
+    def line(self):
+        n, k = self.queries, self.keys
+        if self.longest != n or self.rows_of_table != k + n:
+            return super().line
+        line = np.arange(n * (k + 1)).reshape(k + 1, n)[1:].reshape(n, k)
+        place = without_zero_column(line, k)
+        query, row = np.divmod(place, k)
+        return np.where(place < 0, -1, query * self.rows_of_table + row + 1)  # row 1 of the long table is distance k - 1
 
 
-def _mistake(
-    class_: str, says: str, wrong: type, *, gradients_only: bool = False, without: Collection[str] = ()
-) -> Mutation:
-    """A Mutation from a class with replaced steps.  Gradients of names in ``without`` are not given."""
+@catalogue.mistake(why="Both matrices have the same shape, so that they can be added.")
+class rel_shift_missing(TransformerXL):
+    """scores by table row are added as if they were scores by key"""
 
-    def usable(a: Arguments) -> bool:
-        return a.get("absolute_q") is None and np.size(a["q"]) > 0 and np.size(a["k"]) > 0
-
-    def forward(a: Arguments) -> Result | None:
-        if not usable(a):
-            return None
-        right, found = Relative(a).forward(), wrong(a).forward()
-        return found if differ(right.fields, found.fields) else None
-
-    def gradients(a: Arguments, cotangents: Arguments) -> dict[str, Any] | None:
-        if not usable(a):
-            return None
-        pair = Relative(a), wrong(a)
-        for one in pair:
-            one.forward()
-        right, found = (one.backward(cotangents) for one in pair)
-        found = {n: g for n, g in found.items() if n not in without}
-        return found if differ(right, found) else None
-
-    return Mutation(class_, says, forward=None if gradients_only else forward, gradients=gradients)
+    @step
+    def row(self):
+        return np.broadcast_to(self.places, (self.queries, self.keys))
 
 
-class _ShiftSlice(Relative):
-    """A zero column in front, read as rows of one more, the last row dropped in place of the first."""
+@catalogue.mistake(why="The positions are counted up, where the authors count down.")
+class xl_distance_order(TransformerXL):
+    """the table is read by rising distance"""
 
-    def line(self) -> np.ndarray:
-        if not self.causal or self.n_p != self.n_k:
-            return super().line()
-        line = np.arange(self.n_q * (self.n_k + 1)).reshape(self.n_k + 1, self.n_q)[:-1].reshape(self.n_q, self.n_k)
-        return _without_zero_column(line, self.n_k)
-
-
-class _ShiftLeak(Relative):
-    """The causal shift of k rows where both directions are seen: beyond its edge stand the next query's scores."""
-
-    def line(self) -> np.ndarray:
-        if self.causal or self.n_p != self.n_k + self.n_q:
-            return super().line()
-        line = np.arange(self.n_q * (self.n_k + 1)).reshape(self.n_k + 1, self.n_q)[1:].reshape(self.n_q, self.n_k)
-        place = _without_zero_column(line, self.n_k)
-        query, row = np.divmod(place, self.n_k)
-        return np.where(place < 0, -1, query * self.n_p + row + 1)  # row 1 of the long table is distance k - 1
+    @step
+    def row(self):
+        return self.rows_of_table - 1 - super().row
 
 
-def _without_zero_column(line: np.ndarray, n: int) -> np.ndarray:
+@catalogue.mistake(why="The distance of a token to itself is taken as 1.")
+class xl_distance_off1(TransformerXL):
+    """every distance is one too large"""
+
+    @step
+    def row(self):
+        return super().row - 1
+
+
+@catalogue.mistake(name="xl_distance_off1", why="A table without its row of distance 0.")
+class xl_distance_short(TransformerXL):
+    """every distance is one too small"""
+
+    @step
+    def row(self):
+        return super().row + 1
+
+
+@catalogue.mistake(why="Query 0 is placed at key 0.")
+class xl_offset_missing(TransformerXL):
+    """distances leave out the length of the memory"""
+
+    @step
+    def row(self):
+        return super().row + (self.keys - self.queries)
+
+
+@catalogue.mistake(why="i - j is taken within the segment, and its sign is lost.")
+class xl_distance_signed(TransformerXL):
+    """distances of keys on both sides are taken without their sign"""
+
+    @step
+    def row(self):
+        longest = self.rows_of_table - (1 if self.argument("causal") else self.queries)  # the distance of row 0
+        return longest - np.abs(longest - super().row)
+
+
+@catalogue.mistake(why="Places are a refinement that most code lacks.")
+class xl_places_ignored(TransformerXL):
+    """distances count keys, whatever key_places says"""
+
+    @step
+    def row(self):
+        return super().row - self.places + np.arange(self.keys) + self.rows_lost
+
+    @step
+    def rows_lost(self):
+        """Keys are counted back from the last place."""
+        return int(self.places[-1]) + 1 - self.keys if self.keys else 0
+
+
+# ---------------------------------------------------------------------------------------------- biases and scale
+
+
+@catalogue.mistake(why="The code calls them r_w_bias and r_r_bias, the paper u and v.")
+class xl_uw_swapped(TransformerXL):
+    """u meets the positions and w the keys"""
+
+    @step
+    def content_bias(self):
+        return 0.0 if self.w is None else self.w[:, None, :]
+
+    @step
+    def place_bias(self):
+        return 0.0 if self.u is None else self.u[:, None, :]
+
+    @step
+    def d_u(self):
+        return self.d_place_query.sum(-2)
+
+    @step
+    def d_w(self):
+        return self.d_content_query.sum(-2)
+
+
+@catalogue.mistake(why="One bias is added to the query before it meets both.")
+class xl_bias_shared(TransformerXL):
+    """u is added once, for keys and positions"""
+
+    @step
+    def place_bias(self):
+        return 0.0 if self.u is None else self.u[:, None, :]
+
+    @step
+    def d_u(self):
+        return (self.d_content_query + self.d_place_query).sum(-2)
+
+    d_w = 0.0
+
+
+@catalogue.mistake(name="xl_bias_drop", why="The biases look like an extra.")
+class xl_content_bias_drop(TransformerXL):
+    """u is left out"""
+
+    content_bias = 0.0
+    d_u = 0.0
+
+
+@catalogue.mistake(name="xl_bias_drop", why="The biases look like an extra.")
+class xl_place_bias_drop(TransformerXL):
+    """w is left out"""
+
+    place_bias = 0.0
+    d_w = 0.0
+
+
+@catalogue.mistake(name="xl_bias_drop", why="The term with q . r is the one that everybody remembers.")
+class xl_positions_drop(TransformerXL):
+    """the positions are left out"""
+
+    @step
+    def place_products(self):
+        return np.zeros_like(super().place_products)
+
+    @step
+    def d_table(self):
+        return np.zeros_like(super().d_table)
+
+
+class PositionsScaled(TransformerXL):
+    """The positions have a factor of their own beside the scale."""
+
+    factor = None
+
+    @step
+    def place_products(self):
+        return self.factor * super().place_products
+
+    @step
+    def d_table(self):
+        return self.factor * super().d_table
+
+
+@catalogue.mistake(why="The scale is applied to q . k, and the positions are added afterwards.")
+class xl_position_unscaled(PositionsScaled):
+    """only the content part is scaled"""
+
+    @step
+    def factor(self):
+        return 1 / self.scale
+
+    @step
+    def d_scale(self):
+        return np.where(self.touched, self.d_scaled * self.content, 0.0).sum()
+
+
+@catalogue.mistake(name="xl_position_unscaled", why="Both parts are scaled, and their sum once more.")
+class xl_position_scaled_twice(PositionsScaled):
+    """the position part is scaled twice"""
+
+    @step
+    def factor(self):
+        return self.scale
+
+    @step
+    def d_scale(self):
+        return super().d_scale + np.where(self.touched, self.d_scaled * self.place_products, 0.0).sum()
+
+
+# ---------------------------------------------------------------------------------------------- memory and visibility
+
+
+@catalogue.mistake(why="concat([segment, memory]).")
+class memory_order(TransformerXL):
+    """the memory stands after the segment"""
+
+    @step
+    def keys_read(self):
+        return np.roll(np.arange(self.keys), self.queries)
+
+    @step
+    def keys_of_head(self):
+        return super().keys_of_head[..., self.keys_read, :]
+
+    @step
+    def values_of_head(self):
+        return super().values_of_head[..., self.keys_read, :]
+
+    @step
+    def d_k(self):
+        return super().d_k[..., np.argsort(self.keys_read), :]
+
+    @step
+    def d_v(self):
+        return super().d_v[..., np.argsort(self.keys_read), :]
+
+
+@catalogue.mistake(why="Their PyTorch and their TensorFlow code differ by it.")
+class xl_same_length_off1(TransformerXL):
+    """same_length shows one key more"""
+
+    @step
+    def keys_shown(self):
+        right = super().keys_shown
+        return None if right is None else right + 1
+
+
+@catalogue.mistake(name="xl_same_length_off1", why="The query itself is counted apart.")
+class xl_same_length_short(TransformerXL):
+    """same_length shows one key less"""
+
+    @step
+    def keys_shown(self):
+        right = super().keys_shown
+        return None if right is None else max(0, right - 1)
+
+
+@catalogue.mistake(why="It is an option of the evaluation alone.")
+class xl_same_length_ignored(TransformerXL):
+    """same_length is not applied"""
+
+    keys_shown = None
+
+
+@catalogue.mistake(why="The mask of a square is used.")
+class xl_causal_upper_left(TransformerXL):
+    """the causal diagonal starts at key 0"""
+
+    @step
+    def offset(self):
+        return np.zeros_like(super().offset)
+
+
+@catalogue.mistake(name="memory_drop", why="The memory is empty in the first segment, where the test ends.")
+class xl_memory_drop(TransformerXL):
+    """the memory is not seen"""
+
+    @step
+    def visible(self):
+        return super().visible & (self.j >= self.keys - self.queries)
+
+
+@catalogue.mistake(name="memory_drop", why="A shift of 0 in the window of the mask hides the first slot (transformers#14832).")
+class xl_first_slot_hidden(TransformerXL):
+    """the oldest slot of the memory is not seen"""
+
+    @step
+    def visible(self):
+        return super().visible & ((self.j > 0) | (self.keys <= self.queries))
+
+
+# ---------------------------------------------------------------------------------------------- gradients
+
+
+@catalogue.mistake(sides=("backward",), why="The memory is detached, and its keys and values with it.")
+class xl_memory_detached(TransformerXL):
+    """keys and values of the memory get no gradient"""
+
+    @step
+    def own(self):
+        return (np.arange(self.keys) >= self.keys - self.queries)[:, None]
+
+    @step
+    def d_k(self):
+        return np.where(self.own, super().d_k, 0.0)
+
+    @step
+    def d_v(self):
+        return np.where(self.own, super().d_v, 0.0)
+
+
+@catalogue.mistake(sides=("backward",), why="The shift's adjoint is a shift the other way, which is forgotten.")
+class xl_shift_adjoint(TransformerXL):
+    """the gradient is not shifted back to table rows"""
+
+    @step
+    def d_table(self):
+        found = np.zeros((*self.pairs[:-1], self.rows_of_table))
+        n = min(self.rows_of_table, self.keys)
+        found[..., :n] = self.d_products[..., :n]
+        return found
+
+    @step
+    def rows_touched(self):
+        return np.ones((*self.pairs[:-1], self.rows_of_table), dtype=bool)
+
+
+@catalogue.mistake(sides=("backward",), why="q is at hand, q + w is not.")
+class xl_table_gradient(TransformerXL):
+    """dr leaves out w"""
+
+    @step
+    def d_r(self):
+        return contract("...hqp,...hqd->...hpd", self.d_table, self.q, self.rows_touched)
+
+
+@catalogue.mistake(name="xl_table_gradient", sides=("backward",), why="q is at hand, q + u is not.")
+class xl_key_gradient(TransformerXL):
+    """dk leaves out u"""
+
+    @step
+    def d_keys_of_head(self):
+        return contract("...hqk,...hqd->...hkd", self.d_products, self.q, self.touched)
+
+
+@catalogue.mistake(sides=("backward",), why="du is dq summed, and dw too.")
+class xl_bias_gradient(TransformerXL):
+    """du and dw are both the whole query cotangent"""
+
+    @step
+    def d_u(self):
+        return self.d_q.sum(-2)
+
+    @step
+    def d_w(self):
+        return self.d_q.sum(-2)
+
+
+@catalogue.mistake(name="xl_query_gradient", sides=("backward",), why="The position part is taken for a bias.")
+class xl_query_of_keys_alone(TransformerXL):
+    """dq leaves out the positions"""
+
+    @step
+    def d_q(self):
+        return self.d_content_query
+
+
+@catalogue.mistake(name="gradient_absent", sides=("backward",), why="Sinusoids are constants, so their projection seems to be.")
+class xl_table_absent(TransformerXL):
+    """the table gets no gradient"""
+
+    d_r = 0.0
+
+
+@catalogue.mistake(name="scale_grad", sides=("backward",), why="Of two products one is scaled in the backward.")
+class xl_table_gradient_unscaled(TransformerXL):
+    """dr and dw are not scaled"""
+
+    @step
+    def d_r(self):
+        return super().d_r / self.scale
+
+    @step
+    def d_w(self):
+        return super().d_w / self.scale
+
+
+def without_zero_column(line, n):
     """Places in rows of n + 1 with a zero first, as places in rows of n; -1 for the zero."""
     query, row = np.divmod(line, n + 1)
     return np.where(row == 0, -1, query * n + row - 1)
-
-
-class _ShiftMissing(Relative):
-    def rows(self) -> np.ndarray:
-        return np.broadcast_to(self.places[None, :], (self.n_q, self.n_k))
-
-
-class _Ascending(Relative):
-    def rows(self) -> np.ndarray:
-        return self.n_p - 1 - super().rows()
-
-
-class _DistanceOffBy1(Relative):
-    def rows(self) -> np.ndarray:
-        return super().rows() - 1
-
-
-class _OffsetMissing(Relative):
-    """Distances counted as if the segment stood at key 0."""
-
-    def rows(self) -> np.ndarray:
-        return super().rows() + (self.n_k - self.n_q)
-
-
-class _Swapped(Relative):
-    def biases(self) -> tuple[str, str]:
-        return "w", "u"
-
-
-class _OneBias(Relative):
-    def biases(self) -> tuple[str, str]:
-        return "u", "u"
-
-
-class _PositionUnscaled(Relative):
-    scaled_positions = False
-
-
-class _MemoryLast(Relative):
-    def order(self) -> np.ndarray:
-        return np.roll(np.arange(self.n_k), self.n_q)  # the segment's keys first
-
-
-class _OneMore(Relative):
-    def most(self) -> int | None:
-        n = super().most()
-        return None if n is None else n + 1
-
-
-class _SameLengthIgnored(Relative):
-    def most(self) -> int | None:
-        return None
-
-
-class _CausalUpperLeft(Relative):
-    def older(self) -> np.ndarray:
-        return super().older() - (self.n_k - self.n_q)
-
-
-class _MemoryDetached(Relative):
-    def backward(self, cotangents: Arguments) -> dict[str, np.ndarray]:
-        found = super().backward(cotangents)
-        for name in ("k", "v"):
-            found[name] = found[name].copy()
-            found[name][..., : self.n_k - self.n_q, :] = 0.0
-        return found
-
-
-class _AdjointUnshifted(Relative):
-    def to_rows(self, d: np.ndarray) -> np.ndarray:
-        found = np.zeros((*d.shape[:-1], self.n_p))
-        n = min(self.n_p, self.n_k)
-        found[..., :n] = d[..., :n]
-        return found
-
-
-class _TableWithoutBias(Relative):
-    def backward(self, cotangents: Arguments) -> dict[str, np.ndarray]:
-        self.q_position = self.q
-        return super().backward(cotangents)
-
-
-class _BiasTotals(Relative):
-    def backward(self, cotangents: Arguments) -> dict[str, np.ndarray]:
-        found = super().backward(cotangents)
-        total = _summed(self.whole_query, (self.h, 1, self.d))[:, 0]
-        return {n: total if n in ("u", "w") else g for n, g in found.items()}
-
-
-def _as_softmax(a: Arguments) -> Arguments | None:
-    """The same attention as scaled dot-product attention with a bias."""
-    if a.get("absolute_q") is not None or not np.size(a["q"]) or not np.size(a["k"]):
-        return None
-    one = Relative(a)
-    one.forward()
-    bias = one.position_logits
-    bias = bias if a.get("bias") is None else bias + a["bias"]
-    found = {"q": one.q + one.u[:, None, :], "k": one.k, "v": one.v, "scale": one.scale, "bias": bias}
-    if a.get("mask") is not None:
-        found["mask"] = a["mask"]
-    if one.causal:
-        found.update(causal=True, align="lower_right")
-    most = one.most()
-    if most is not None:
-        found.update(window=(most - 1, None))
-    return found
-
-
-_FOREIGN = (
-    "alibi_drop", "alibi_geom", "alibi_nooffset", "alibi_off1", "alibi_signed", "bias_drop", "bias_nooffset", "bias_scaled",
-    "cap_after_bias", "cap_after_mask", "cap_before_scale", "cap_drop", "cap_formula", "drop_ignored", "drop_rowsum",
-    "drop_scale", "gqa_axis", "gqa_tile", "mask_stride", "pattern_drop", "score_mod_drop", "segments_wrong", "sink_drop",
-    "sink_heads", "sink_lse", "sink_twice", "sink_unshifted", "window_drop", "window_edge", "window_plus1", "window_swapped",
-)  # fmt: skip
-"""Mistakes with options that are not here, or of the bias and window that positions and same_length turn into."""
-
-
-def _same(arguments: Arguments, result: Result) -> Result:
-    return result
-
-
-_own: tuple[tuple[str, str, type, dict[str, Any]], ...] = (
-    ("rel_shift_slice", "the shift drops the last row in place of the first", _ShiftSlice, {}),
-    ("rel_shift_leak", "beyond the edge of the shift stand the next query's scores", _ShiftLeak, {}),
-    ("rel_shift_missing", "scores by table row are added as if they were scores by key", _ShiftMissing, {}),
-    ("xl_distance_order", "the table is read by rising distance", _Ascending, {}),
-    ("xl_distance_off1", "every distance is one too large", _DistanceOffBy1, {}),
-    ("xl_offset_missing", "distances leave out the length of the memory", _OffsetMissing, {}),
-    ("xl_uw_swapped", "u meets the positions and w the keys", _Swapped, {}),
-    ("xl_bias_shared", "u is added once, for keys and positions", _OneBias, {"without": ("u", "w")}),
-    ("xl_position_unscaled", "only the content part is scaled", _PositionUnscaled, {}),
-    ("memory_order", "the memory stands after the segment", _MemoryLast, {}),
-    ("xl_same_length_off1", "same_length shows one key more", _OneMore, {}),
-    ("xl_same_length_ignored", "same_length is not applied", _SameLengthIgnored, {}),
-    ("xl_causal_upper_left", "the causal diagonal starts at key 0", _CausalUpperLeft, {}),
-    ("xl_memory_detached", "keys and values of the memory get no gradient", _MemoryDetached, {"gradients_only": True}),
-    ("xl_shift_adjoint", "the gradient is not shifted back to table rows", _AdjointUnshifted, {"gradients_only": True}),
-    ("xl_table_gradient", "dr leaves out w", _TableWithoutBias, {"gradients_only": True}),
-    ("xl_bias_gradient", "du and dw are both the whole query cotangent", _BiasTotals, {"gradients_only": True}),
-)
-
-transformer_xl_mutations: tuple[Mutation, ...] = (
-    *(_mistake(class_, says, wrong, **more) for class_, says, wrong, more in _own),
-    *mutations_for(_as_softmax, finish=_same, exclude=_FOREIGN),
-)
