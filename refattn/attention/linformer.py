@@ -20,17 +20,16 @@ the positions in use, so a table made for longer sequences is cut by the caller.
 Source: Wang, Li, Khabsa, Fang, Ma 2020, arXiv:2006.04768, section 4, equation 7 (E and F there are e_k and e_v transposed).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from refattn.arrays import broadcast_leading, require_axes, require_finite, sum_to_shape
+from refattn.arrays import broadcast_leading, require_axes, require_finite
 from refattn.contraction import einsum
 from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
 from refattn.normalization import masked_softmax, masked_softmax_backward
-from refattn.records import Counts, Elements, Mutation, Pass, Result
+from refattn.records import Counts, Elements, Pass, Result
 
 __all__ = ["linformer_attention"]
 
@@ -145,65 +144,6 @@ def example(
     }  # fmt: skip
 
 
-# ---------------------------------------------------------------- how people get it wrong, on plain NumPy
-
-
-def _numpy(
-    a: dict[str, Any], *, exponent: float = -0.5, one_table: bool = False, axis: int = -1, normal: bool = False
-) -> Any:
-    """Output, and the pieces that a backward needs, with one thing changed."""
-    e_k, e_v = a["e_k"], a["e_k"] if one_table else a["e_v"]
-    if normal:
-        e_k, e_v = (x / np.abs(x).sum(0, keepdims=True) for x in (e_k, e_v))
-    scale = a["q"].shape[-1] ** exponent if a.get("scale") is None else a["scale"]
-    keys, values = np.swapaxes(a["k"], -1, -2) @ e_k, e_v.T @ a["v"]
-    s = scale * (a["q"] @ keys)
-    p = np.exp(s - s.max(axis, keepdims=True))
-    p = p / p.sum(axis, keepdims=True)
-    return p @ values, p, keys, values, scale
-
-
-def _forward(**change: Any) -> Callable[[dict[str, Any]], Result | None]:
-    def run(a: dict[str, Any]) -> Result | None:
-        wrong = _numpy(a, **change)[0]
-        return None if np.allclose(wrong, _numpy(a)[0], rtol=0, atol=1e-9) else Result(output=wrong)
-
-    return run
-
-
-def _gradients(
-    *, delta: bool = True, projected: bool = True, scaled: bool = True
-) -> Callable[..., dict[str, Any] | None]:
-    def run(a: dict[str, Any], cotangents: dict[str, Any]) -> dict[str, Any] | None:
-        d = cotangents.get("output")
-        if d is None:
-            return None
-        output, p, keys, values, scale = _numpy(a)
-        d_p = d @ np.swapaxes(values, -1, -2)
-        d_s = p * (d_p - (d * output).sum(-1, keepdims=True) * delta) * (scale if scaled else 1.0)
-        d_keys, d_values = np.swapaxes(d_s, -1, -2) @ a["q"], np.swapaxes(p, -1, -2) @ d
-        found = {"q": d_s @ np.swapaxes(keys, -1, -2), "k": a["e_k"] @ d_keys, "v": a["e_v"] @ d_values}
-        if projected:
-            for name, x, d_x in (("e_k", a["k"], d_keys), ("e_v", a["v"], d_values)):
-                found[name] = (x @ np.swapaxes(d_x, -1, -2)).reshape(-1, *a[name].shape).sum(0)
-        else:
-            found["e_k"], found["e_v"] = np.zeros_like(a["e_k"]), np.zeros_like(a["e_v"])
-        return {n: sum_to_shape(g, a[n].shape) for n, g in found.items()}
-
-    return run
-
-
-mutations = (
-    Mutation("no_scale", "the logits are not scaled", forward=_forward(exponent=0.0)),
-    Mutation("scale_inv", "the logits are multiplied by sqrt(d)", forward=_forward(exponent=0.5)),
-    Mutation("linformer_shared", "the values are projected by e_k", forward=_forward(one_table=True)),
-    Mutation("linformer_normalised", "the columns of the projections are normalised", forward=_forward(normal=True)),
-    Mutation("softmax_wrong_axis", "the softmax runs over queries", forward=_forward(axis=-2)),
-    Mutation("delta_missing", "dS lacks the row term", gradients=_gradients(delta=False)),
-    Mutation("scale_grad", "dS is not scaled", gradients=_gradients(scaled=False)),
-    Mutation("linformer_grad", "the projections get no gradient", gradients=_gradients(projected=False)),
-)
-
 _PROBES = (
     {"q": 21, "k": 34, "n": 13, "scale": 0.3, "says": "13 rows for 34 positions, a scale of one's own"},
     {"q": 5, "k": 8, "n": 1, "says": "one row: every weight is 1"},
@@ -214,7 +154,6 @@ linformer_attention = mechanism(
     backward,
     cost,
     example,
-    mutations=mutations,
     name="linformer_attention",
     differentiable=("q", "k", "v", "e_k", "e_v", "scale"),
     probes=_PROBES,

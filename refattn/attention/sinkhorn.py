@@ -25,7 +25,6 @@ The paper masks the sort for decoding; how columns are normalised then is chosen
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,14 +37,13 @@ from refattn.arrays import (
     require_finite,
     require_integer,
     require_positive,
-    sum_to_shape,
 )
 from refattn.contraction import einsum
 from refattn.core.blocks import one_length, product
 from refattn.cost import require_sizes
 from refattn.mechanism import function, mechanism
 from refattn.normalization import masked_softmax, masked_softmax_backward, row_maximum
-from refattn.records import Counts, Elements, Mutation, Pass, Result
+from refattn.records import Counts, Elements, Pass, Result
 
 __all__ = ["sinkhorn", "sinkhorn_attention"]
 
@@ -451,147 +449,6 @@ def example(
     return {**given, **settings}
 
 
-# ---------------------------------------------------------------- how people get it wrong, on plain NumPy
-
-
-class _Steps:
-    """The whole computation with intermediate results; each keyword breaks one step."""
-
-    def __init__(
-        self,
-        a: dict[str, Any],
-        *,
-        columns_first: bool = False,
-        fewer: int = 0,
-        noise_outside: bool = False,
-        transposed: bool = False,
-        values_in_place: bool = False,
-        own_block: bool = True,
-        scaled: bool = True,
-        may_stay: bool = False,
-    ) -> None:
-        self.a = a
-        self.causal, self.iterations = bool(a.get("causal", False)), max(0, a.get("iterations", 7) - fewer)
-        self.temperature = float(np.reshape(a.get("temperature", 0.75), ()))
-        self.block, self.n = a["block"], a["sort_logits"].shape[-1]
-        q = self.q = self._blocks(a["q"])
-        self.k, self.v = self._blocks(a["k"]), self._blocks(a["v"])
-        self.factor = a["q"].shape[-1] ** -0.5 if a.get("scale") is None else float(np.reshape(a["scale"], ()))
-        self.factor = self.factor if scaled else 1.0
-        noise = 0.0 if a.get("noise") is None else a["noise"]
-        logits = np.asarray(a["sort_logits"], dtype=np.float64)
-        self.scores = logits / self.temperature + noise if noise_outside else (logits + noise) / self.temperature
-        x = self.scores
-        if self.causal:
-            x = np.where(np.tri(self.n, k=0 if may_stay else -1, dtype=bool), x, -np.inf)
-        self.trail: list[tuple[np.ndarray, bool]] = []
-        for _ in range(self.iterations):
-            for rows in (not columns_first, columns_first):
-                with np.errstate(invalid="ignore"):
-                    x = x - self._sums(x, rows)
-                x = np.where(np.isnan(x), -np.inf, x)
-                self.trail.append((x, rows))
-        self.sorting = np.exp(x)
-        used = np.swapaxes(self.sorting, -1, -2) if transposed else self.sorting
-        ks, vs = (np.einsum("...uv,...vcd->...ucd", used, y) for y in (self.k, self.v))
-        vs = np.broadcast_to(self.v, vs.shape) if values_in_place else vs
-        self.keys, self.values = (
-            np.concatenate(np.broadcast_arrays(*y), axis=-2) for y in ((ks, self.k), (vs, self.v))
-        )
-        seen = np.ones((self.n, self.block, 2 * self.block), bool)
-        if self.causal:
-            seen[..., self.block :] = np.tri(self.block, dtype=bool)
-            seen[0, :, : self.block] = may_stay
-        if not own_block:
-            seen[..., self.block :] &= self.causal & (np.arange(self.n) == 0)[:, None, None]
-        self.dots = q @ np.swapaxes(self.keys, -1, -2)
-        s = np.where(seen, self.factor * self.dots, -np.inf)
-        p = np.exp(s - s.max(-1, keepdims=True))
-        self.p = p / p.sum(-1, keepdims=True)
-        output = self.p @ self.values
-        self.result = Result(output=output.reshape(*output.shape[:-3], -1, output.shape[-1]))
-
-    def _blocks(self, x: Any) -> np.ndarray:
-        x = np.asarray(x, dtype=np.float64)
-        return x.reshape(*x.shape[:-2], self.n, self.block, x.shape[-1])
-
-    def _sums(self, x: np.ndarray, rows: bool) -> np.ndarray:
-        if rows or not self.causal:
-            return np.logaddexp.reduce(x, axis=-1 if rows else -2, keepdims=True)
-        return np.logaddexp.accumulate(x, axis=-2)
-
-    def gradients(self, d: np.ndarray, *, steps: int | None = None) -> dict[str, Any]:
-        """Cotangents; ``steps``: through the last so many half steps of the sort alone (0: R is a constant)."""
-        d = d.reshape(*d.shape[:-2], self.n, self.block, -1)
-        d_p = d @ np.swapaxes(self.values, -1, -2)
-        d_s = self.p * (d_p - (self.p * d_p).sum(-1, keepdims=True))
-        d_keys, d_values = self.factor * np.swapaxes(d_s, -1, -2) @ self.q, np.swapaxes(self.p, -1, -2) @ d
-        found: dict[str, Any] = {"q": self.factor * d_s @ self.keys, "scale": (d_s * self.dots).sum()}
-        d_r = 0.0
-        for name, both, x in (("k", d_keys, self.k), ("v", d_values, self.v)):
-            moved, own = both[..., : self.block, :], both[..., self.block :, :]
-            found[name] = own + np.einsum("...uv,...ucd->...vcd", self.sorting, moved)
-            d_r = d_r + np.einsum("...ucd,...vcd->...uv", moved, x)
-        d_x = d_r * self.sorting
-        first = 0 if steps is None else max(0, len(self.trail) - steps)
-        for n in range(len(self.trail) - 1, first - 1, -1):
-            y, rows = self.trail[n]
-            before = self.trail[n - 1][0] if n else self.scores
-            e = np.exp(y)
-            if rows or not self.causal:
-                d_x = d_x - e * d_x.sum(-1 if rows else -2, keepdims=True)
-            else:  # x[u'] stands in the sum of every later row u: share exp(x[u'] - s[u]), with s[u] = x[u] - y[u]
-                sums = self._sums(before, False)
-                with np.errstate(invalid="ignore"):
-                    share = np.exp(before[..., None, :, :] - sums[..., :, None, :])  # (u, u', v)
-                share = np.where(np.tri(self.n, dtype=bool)[:, :, None] & np.isfinite(share), share, 0.0)
-                d_x = d_x - np.einsum("...utv,...uv->...tv", share, d_x)
-        d_x = d_x * (0.0 if steps == 0 else 1.0)
-        found["sort_logits"] = d_x / self.temperature
-        found["temperature"] = -(d_x * self.scores).sum() / self.temperature
-        for name in "qkv":
-            found[name] = found[name].reshape(*found[name].shape[:-3], -1, found[name].shape[-1])
-        return {
-            n: sum_to_shape(np.asarray(g), np.shape(self.a[n])) for n, g in found.items() if self.a.get(n) is not None
-        }
-
-
-def _forward(**change: Any) -> Callable[[dict[str, Any]], Result | None]:
-    def run(a: dict[str, Any]) -> Result | None:
-        with np.errstate(all="ignore"):
-            wrong, right = _Steps(a, **change).result, _Steps(a).result
-        return None if np.allclose(wrong.output, right.output, rtol=0, atol=1e-9) else wrong
-
-    return run
-
-
-def _gradients(steps: int) -> Callable[..., dict[str, Any] | None]:
-    def run(a: dict[str, Any], cotangents: dict[str, Any]) -> dict[str, Any] | None:
-        d = cotangents.get("output")
-        if d is None:
-            return None
-        with np.errstate(all="ignore"):
-            found = _Steps(a)
-            if len(found.trail) <= steps:
-                return None
-            return found.gradients(np.asarray(d, dtype=np.float64), steps=steps)
-
-    return run
-
-
-mutations = (
-    Mutation("sinkhorn_order", "columns are normalised before rows", forward=_forward(columns_first=True)),
-    Mutation("sinkhorn_iterations", "one iteration too few", forward=_forward(fewer=1)),
-    Mutation("sinkhorn_noise", "the noise is not divided by the temperature", forward=_forward(noise_outside=True)),
-    Mutation("sinkhorn_transposed", "R is applied transposed", forward=_forward(transposed=True)),
-    Mutation("sinkhorn_values", "the values stay in their places", forward=_forward(values_in_place=True)),
-    Mutation("sinkhorn_own_block", "a block does not see itself", forward=_forward(own_block=False)),
-    Mutation("sinkhorn_causal", "under causal a block may be put at its own place", forward=_forward(may_stay=True)),
-    Mutation("no_scale", "the logits are not scaled", forward=_forward(scaled=False)),
-    Mutation("sinkhorn_grad", "the sort is a constant for the gradient", gradients=_gradients(0)),
-    Mutation("sinkhorn_grad", "the gradient goes through the last half step alone", gradients=_gradients(1)),
-)
-
 _PROBES = (
     {"t": 24, "block": 4, "iterations": 7, "noise": None, "says": "no noise, seven iterations"},
     {
@@ -611,7 +468,6 @@ sinkhorn_attention = mechanism(
     backward,
     cost,
     example,
-    mutations=mutations,
     name="sinkhorn_attention",
     differentiable=("q", "k", "v", "sort_logits", "temperature", "scale"),
     floating=("noise",),

@@ -382,7 +382,9 @@ def example(
     """
     normal = rng.standard_normal
     arrays = {"q": normal((b, h, q, d)), "k": normal((b, h, k, d)), "v": normal((b, h, k, e))}
-    rows = k if causal else k + q
+    places = settings.get("key_places")
+    span = k if places is None or not k else int(places[-1]) + 1
+    rows = span if causal else span + q
     if settings.get("absolute_q") is True:
         own = {"absolute_q": normal((h, q, d)), "absolute_k": normal((h, k, d))}
     elif settings.get("position_bias") is True:

@@ -63,7 +63,7 @@ class AdaptiveSpan(ScaledDotProduct):
         return 1
 
     @step
-    def distance(self):
+    def steps_back(self):
         """How far key j lies before query i, which stands at k - q + i, (q, k)."""
         return self.i + self.past_keys - self.queries - np.arange(self.past_keys)
 
@@ -86,7 +86,7 @@ class AdaptiveSpan(ScaledDotProduct):
     def visible_past(self):
         """Keys within the reach, (..., h, q, k) without the slots."""
         first = self.nearest
-        seen = (self.distance >= first) & (self.distance <= self.reach + first - 1) & self.visible_by_mask
+        seen = (self.steps_back >= first) & (self.steps_back <= self.reach + first - 1) & self.visible_by_mask
         if not self.renormalize_eps:
             seen = seen & (self.level.real >= 0)
         return np.broadcast_to(seen, (*self.pairs[:-1], self.past_keys))
@@ -115,7 +115,7 @@ class AdaptiveSpan(ScaledDotProduct):
     @step
     def level(self):
         """(R + span - x) / R with x the distance, counted from the origin; the ramp before it is clipped."""
-        x = self.distance - 1 + self.origin
+        x = self.steps_back - 1 + self.origin
         return (self.ramp_width + self.span_of_head[..., None] - x) / self.ramp_width
 
     @step
@@ -139,7 +139,7 @@ class AdaptiveSpan(ScaledDotProduct):
     @step
     def column(self):
         """The column of key_positions of each pair: distance - 1, (q, k)."""
-        return self.distance - self.nearest
+        return self.steps_back - self.nearest
 
     @step
     def position_table(self):

@@ -11,6 +11,7 @@ Which steps a step reads is recorded while it runs, never declared.  A subclass 
 right call beside it (``right=``), an edited call computes only the steps that follow from the edit and takes all others over.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -153,7 +154,7 @@ class Definition:
             if self.right is not None and not self._follows_an_edit(name):
                 self.known[name] = getattr(self.right, name)
                 self.reads[name] = self.right.reads.get(name, set())
-            else:
+            elif name not in self.known:  # where it was compared with the right one, it is known by now
                 self.reads[name] = set()
                 self._open.append(name)
                 try:
@@ -168,24 +169,45 @@ class Definition:
             self.reads[self._open[-1]].add(name)
 
     def _follows_an_edit(self, name: str) -> bool:
-        if name in self.handed or any(n.startswith(f"{name}.") for n in self.handed):
+        """Whether a step may have another value than in the right call."""
+        right = self.right
+        assert right is not None
+        handed = [n for n in self.handed if n == name or n.startswith(f"{name}.")]
+        if any(right.handed.get(n) is not self.handed[n] for n in handed):
             return True
+        if name in self.handed:
+            return False
         if name.startswith("cotangent of "):
             field = name.removeprefix("cotangent of ")
-            mine, theirs = ((x.cotangents or {}).get(field) for x in (self, self.right))  # type: ignore[union-attr]
-            return mine is not theirs
-        mine, theirs = (getattr(type(x), name, None) for x in (self, self.right))
-        if mine is not theirs:
-            return True
-        if not isinstance(mine, step):  # an argument, the same in both calls
+            given, theirs = ((x.cotangents or {}).get(field) for x in (self, right))
+            return given is not theirs
+        mine, theirs = (getattr(type(x), name, None) for x in (self, right))
+        if mine is theirs and not isinstance(mine, step):  # an argument, the same in both calls
             return False
         if name not in self._edited:
-            try:
-                getattr(self.right, name)
-            except NoCotangents:
-                return True
-            self._edited[name] = any(self._follows_an_edit(n) for n in self.right.reads.get(name, ()))  # type: ignore[union-attr]
+            self._edited[name] = True
+            if mine is not theirs:
+                self._edited[name] = not self._is_as_right(name, _equal)
+            else:
+                try:
+                    getattr(right, name)
+                except NoCotangents:
+                    return True
+                if any(self._follows_an_edit(n) for n in right.reads.get(name, ())):
+                    self._edited[name] = not self._is_as_right(name, operator.is_)
+                else:
+                    self._edited[name] = False
         return self._edited[name]
+
+    def _is_as_right(self, name: str, same: Callable[[Any, Any], bool]) -> bool:
+        """Whether a step that is edited, or follows an edit, has the right value after all: the edit is of what is not used."""
+        outside, self._open = self._open, []
+        try:
+            return same(getattr(self, name), getattr(self.right, name))
+        except Exception:  # raised again where the step is really asked for
+            return False
+        finally:
+            self._open = outside
 
     # ------------------------------------------------------------------ whole calls
 
@@ -240,6 +262,20 @@ class Definition:
 def same_arrays(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Whether two mappings hold the same objects, not merely equal ones."""
     return a.keys() == b.keys() and all(a[n] is b[n] for n in a)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two values of a step are equal; False where that cannot be told."""
+    if a is b:
+        return True
+    if isinstance(a, (np.ndarray, np.generic, bool, int, float)) and isinstance(
+        b, (np.ndarray, np.generic, bool, int, float)
+    ):
+        a, b = np.asarray(a), np.asarray(b)
+        return a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    return isinstance(a, str) and isinstance(b, str) and a == b
 
 
 def einsum(spec: str, *operands: Any) -> Any:

@@ -56,14 +56,14 @@ class TransformerXL(ScaledDotProduct):
     # ------------------------------------------------------------------ distances and the table
 
     @step
-    def places(self):
+    def key_stands(self):
         """Where each key stands, (k,)."""
         return np.arange(self.keys) if self.key_places is None else np.asarray(self.key_places)
 
     @step
     def rows_of_table(self):
         """Rows of the table: one per place, and one per query more where both directions are seen."""
-        span = int(self.places[-1]) + 1 if self.keys else 0
+        span = int(self.key_stands[-1]) + 1 if self.keys else 0
         return span if self.argument("causal") else span + self.queries
 
     @step
@@ -74,7 +74,7 @@ class TransformerXL(ScaledDotProduct):
     @step
     def row(self):
         """The table row of query i and key j: by how much their distance is below the longest."""
-        return self.places + self.longest - self.i
+        return self.key_stands + self.longest - self.i
 
     @step
     def line(self):

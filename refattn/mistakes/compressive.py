@@ -87,7 +87,9 @@ class compressed_ignored(PartHidden):
     hidden = "compressed"
 
 
-@catalogue.mistake(name="compressed_ignored", why="Compression takes the place of the memory in place of standing before it.")
+@catalogue.mistake(
+    name="compressed_ignored", why="Compression takes the place of the memory in place of standing before it."
+)
 class memory_ignored(PartHidden):
     """the memory is never attended, compressed rows are"""
 

@@ -7,7 +7,16 @@ from refattn.definitions.steps import einsum, step
 from refattn.mistakes.engine import Catalogue
 from refattn.mistakes.scaled_dot_product import catalogue as dense
 
-catalogue = Catalogue(Linformer, built_on=dense)
+catalogue = Catalogue(
+    Linformer,
+    built_on=dense,
+    without=(
+        "alibi_*", "bias_*", "cap_*", "causal_*", "dlse_ignored", "drop_*", "gqa_*", "keep_*", "lengths_*",
+        "lse_*", "mask_*", "none_mask", "pattern_drop", "score_mod_drop", "segments_*", "sink_*", "tail_*",
+        "window_*", "empty_row_nan", "bwd_mask_dropped", "merge_empty", "masked_value_leak",
+    ),
+)  # fmt: skip
+"""Without the mistakes with options that are not here."""
 
 
 @catalogue.mistake(why="Sharing the projections is an option of the paper, and the default of some code.")
@@ -152,7 +161,9 @@ class linformer_pooled(Linformer):
     d_e_v = 0.0
 
 
-@catalogue.mistake(name="step_dropped", why="The values keep their shape where n equals the length, so that nothing fails.")
+@catalogue.mistake(
+    name="step_dropped", why="The values keep their shape where n equals the length, so that nothing fails."
+)
 class linformer_values_unprojected(Linformer):
     """the first n values are taken as they are"""
 
@@ -187,7 +198,9 @@ class linformer_grad_of_values(Linformer):
     d_e_v = 0.0
 
 
-@catalogue.mistake(name="linformer_grad", sides=("backward",), why="The tables are shared by all heads, and one head writes.")
+@catalogue.mistake(
+    name="linformer_grad", sides=("backward",), why="The tables are shared by all heads, and one head writes."
+)
 class linformer_grad_of_one_head(Linformer):
     """the projections get the gradient of the last head alone"""
 

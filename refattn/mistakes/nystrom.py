@@ -7,7 +7,16 @@ from refattn.definitions.steps import einsum, step
 from refattn.mistakes.engine import Catalogue
 from refattn.mistakes.scaled_dot_product import catalogue as dense
 
-catalogue = Catalogue(Nystrom, built_on=dense)
+catalogue = Catalogue(
+    Nystrom,
+    built_on=dense,
+    without=(
+        "alibi_*", "bias_*", "cap_*", "causal_*", "dlse_ignored", "drop_*", "gqa_*", "keep_*", "lengths_*",
+        "lse_*", "mask_*", "none_mask", "pattern_drop", "score_mod_drop", "segments_*", "sink_*", "tail_*",
+        "window_*", "empty_row_nan", "bwd_mask_dropped", "merge_empty", "masked_value_leak",
+    ),
+)  # fmt: skip
+"""Without the mistakes with options that are not here."""
 
 
 # ---------------------------------------------------------------------------------------------- zeros and landmarks

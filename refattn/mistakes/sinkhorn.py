@@ -7,7 +7,15 @@ from refattn.definitions.steps import step
 from refattn.mistakes.engine import Catalogue
 from refattn.mistakes.scaled_dot_product import catalogue as dense
 
-catalogue = Catalogue(Sinkhorn, built_on=dense)
+catalogue = Catalogue(
+    Sinkhorn,
+    built_on=dense,
+    without=(
+        "alibi_*", "bias_*", "cap_*", "causal_*", "dlse_ignored", "drop_*", "gqa_*", "keep_*", "lengths_*",
+        "lse_*", "none_mask", "pattern_drop", "score_mod_drop", "segments_*", "sink_*", "tail_*", "window_*",
+    ),
+)  # fmt: skip
+"""Without the mistakes with options that are not here."""
 
 
 # ---------------------------------------------------------------------------------------------- the sort
@@ -265,7 +273,9 @@ class sinkhorn_last_half_step_grad(Sinkhorn):
         return np.where(np.isneginf(self.balance[0]), 0.0, d)
 
 
-@catalogue.mistake(name="sinkhorn_grad", sides=("backward",), why="Normalising is taken for a shift without a gradient.")
+@catalogue.mistake(
+    name="sinkhorn_grad", sides=("backward",), why="Normalising is taken for a shift without a gradient."
+)
 class sinkhorn_exp_grad(Sinkhorn):
     """the gradient goes through exp alone, not through the normalisations"""
 
@@ -274,7 +284,9 @@ class sinkhorn_exp_grad(Sinkhorn):
         return np.where(self.sorting == 0, 0.0, self.d_sorting * self.sorting)
 
 
-@catalogue.mistake(name="sinkhorn_grad", sides=("backward",), why="The sort's gradient is taken of the keys, where it matters.")
+@catalogue.mistake(
+    name="sinkhorn_grad", sides=("backward",), why="The sort's gradient is taken of the keys, where it matters."
+)
 class sinkhorn_values_grad(Sinkhorn):
     """the sort learns from the keys alone"""
 

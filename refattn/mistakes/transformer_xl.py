@@ -7,7 +7,15 @@ from refattn.definitions.transformer_xl import TransformerXL
 from refattn.mistakes.engine import Catalogue
 from refattn.mistakes.scaled_dot_product import catalogue as dense
 
-catalogue = Catalogue(TransformerXL, built_on=dense)
+catalogue = Catalogue(
+    TransformerXL,
+    built_on=dense,
+    without=(
+        "alibi_*", "cap_*", "drop_*", "gqa_*", "lengths_*", "pattern_drop", "score_mod_drop", "segments_*",
+        "sink_*", "tail_*",
+    ),
+)  # fmt: skip
+"""Without the mistakes with options that are not here."""
 
 
 # ---------------------------------------------------------------------------------------------- the shift
@@ -38,7 +46,9 @@ class rel_shift_leak(TransformerXL):
         line = np.arange(n * (k + 1)).reshape(k + 1, n)[1:].reshape(n, k)
         place = without_zero_column(line, k)
         query, row = np.divmod(place, k)
-        return np.where(place < 0, -1, query * self.rows_of_table + row + 1)  # row 1 of the long table is distance k - 1
+        return np.where(
+            place < 0, -1, query * self.rows_of_table + row + 1
+        )  # row 1 of the long table is distance k - 1
 
 
 @catalogue.mistake(why="Both matrices have the same shape, so that they can be added.")
@@ -47,7 +57,7 @@ class rel_shift_missing(TransformerXL):
 
     @step
     def row(self):
-        return np.broadcast_to(self.places, (self.queries, self.keys))
+        return np.broadcast_to(self.key_stands, (self.queries, self.keys))
 
 
 @catalogue.mistake(why="The positions are counted up, where the authors count down.")
@@ -102,12 +112,12 @@ class xl_places_ignored(TransformerXL):
 
     @step
     def row(self):
-        return super().row - self.places + np.arange(self.keys) + self.rows_lost
+        return super().row - self.key_stands + np.arange(self.keys) + self.rows_lost
 
     @step
     def rows_lost(self):
         """Keys are counted back from the last place."""
-        return int(self.places[-1]) + 1 - self.keys if self.keys else 0
+        return int(self.key_stands[-1]) + 1 - self.keys if self.keys else 0
 
 
 # ---------------------------------------------------------------------------------------------- biases and scale
@@ -291,7 +301,9 @@ class xl_memory_drop(TransformerXL):
         return super().visible & (self.j >= self.keys - self.queries)
 
 
-@catalogue.mistake(name="memory_drop", why="A shift of 0 in the window of the mask hides the first slot (transformers#14832).")
+@catalogue.mistake(
+    name="memory_drop", why="A shift of 0 in the window of the mask hides the first slot (transformers#14832)."
+)
 class xl_first_slot_hidden(TransformerXL):
     """the oldest slot of the memory is not seen"""
 
@@ -376,7 +388,9 @@ class xl_query_of_keys_alone(TransformerXL):
         return self.d_content_query
 
 
-@catalogue.mistake(name="gradient_absent", sides=("backward",), why="Sinusoids are constants, so their projection seems to be.")
+@catalogue.mistake(
+    name="gradient_absent", sides=("backward",), why="Sinusoids are constants, so their projection seems to be."
+)
 class xl_table_absent(TransformerXL):
     """the table gets no gradient"""
 

@@ -153,15 +153,6 @@ def test_stored_case_with_gumbel_noise():
         assert_close(g["v"], arrays["grad_v"], 1e-8)
 
 
-def test_mistakes_that_do_not_show_say_so():
-    given = arguments("exp", 9)
-    shown = {m.class_ for m in attention.mutations if m.forward is not None and m.forward(given) is not None}
-    assert shown == {"sinkhorn_transposed", "sinkhorn_values", "sinkhorn_own_block", "no_scale"}
-    assert all(
-        m.gradients(given, {"output": np.ones((2, 2, 6, 2))}) is None for m in attention.mutations if m.gradients
-    )
-
-
 BAD = {
     "length": ({"block": 4}, ValueError, "expected a length of 3 blocks of 4, which is 12"),
     "block": ({"block": 0}, ValueError, "block is 0: expected at least 1"),

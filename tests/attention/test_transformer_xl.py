@@ -202,22 +202,6 @@ def test_visible_pairs_are_counted():
     assert cost.parameters == 2 * 2
 
 
-def test_catalogue():
-    names = {m.class_ for m in attention.mutations}
-    wanted = {
-        "rel_shift_slice",
-        "rel_shift_leak",
-        "xl_uw_swapped",
-        "xl_distance_order",
-        "memory_order",
-        "xl_same_length_off1",
-    }
-    assert wanted <= names
-    assert attention.mutations[0].forward({**base(absolute_q=True)}) is None  # absolute positions have none of this
-    leak = next(m for m in attention.mutations if m.class_ == "rel_shift_leak")
-    assert leak.forward(base()) is None  # hidden by the causal mask
-
-
 BAD = {
     "rows": ({"r": np.zeros((H, 4, D))}, ValueError, r"r has shape \(2, 4, 3\): expected \(..., 2, 5, 3\): 5 rows, as many as the keys"),
     "rows_both": ({"causal": False}, ValueError, r"8 rows, .*keys and the queries together"),
