@@ -183,7 +183,6 @@ STILL_MATMUL = {
     "attention/adaptive_span.py",
     "attention/blocks/lsh.py",
     "attention/blocks/routing.py",
-    "attention/linformer.py",
     "attention/lsh_findings.py",
     "attention/routing.py",
     "attention/sinkhorn.py",
