@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 import refattn as ra
-from refattn.attention.lsh_findings import (
+from refattn.attention.lsh_recall import (
     collision_probability,
     found_by_rounds,
     found_pairs,

@@ -181,9 +181,7 @@ def test_backends_is_only_imported_as_part_of_refattn():
 PRODUCTS = {"backends", "contraction", "precision", "definitions", "mistakes", "verification"}
 STILL_MATMUL = {
     "attention/adaptive_span.py",
-    "attention/blocks/lsh.py",
     "attention/blocks/routing.py",
-    "attention/lsh_findings.py",
     "attention/routing.py",
     "attention/talking_heads.py",
 }

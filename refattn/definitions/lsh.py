@@ -266,7 +266,8 @@ class LSH(ScaledDotProduct):
     @step
     def d_q_as_key(self):
         """(dK - k (k . dK) / n) / norm: n = d for rms, 1 for l2, whose norm is constant below norm_eps"""
-        return (self.d_k - self.k * self.d_norm_share) / self.norm
+        seen = (self.d_k != 0).any(-1, keepdims=True)  # a key that nobody saw gives 0, even where it is NaN
+        return np.where(seen, (self.d_k - self.k * self.d_norm_share) / self.norm, 0.0)
 
     @step
     def d_norm_share(self):

@@ -8,7 +8,7 @@ from oracles.lsh_meetings import meetings
 from support import assert_close, assert_gradients, cases, random_cotangents
 
 from refattn import patterns
-from refattn.attention.blocks.lsh import bucket_factors, hash_buckets, sort_buckets
+from refattn.attention.blocks.lsh_buckets import bucket_factors, hash_buckets, sort_buckets
 from refattn.attention.lsh import lsh_attention as attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 
@@ -30,7 +30,7 @@ def test_few_units_share_out_their_rounds(monkeypatch):
     given["dropout_mask"], given["dropout_rate"] = rng(5).random((200, 200)) < 0.8, 0.2
     results = []
     for size in (1 << 22, 0):  # rounds together; rounds apart
-        monkeypatch.setattr("refattn.attention.lsh.APART", size)
+        monkeypatch.setattr("refattn.attention.blocks.lsh_rounds.APART", size)
         result, pullback = attention.vjp(**given)
         results.append((result, pullback(**random_cotangents(attention, result, rng(6)))))
     (together, want), (apart, got) = results
@@ -364,3 +364,63 @@ def test_bad_input(name):
     with pytest.raises(kind) as caught:
         attention.forward(**given)
     assert message in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------ numbers and sizes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_large_logits_keep_their_weights(dtype):
+    """Equal logits of 1e4 (1e12 in float64), of which float32 rounds the log-sum-exp in the third decimal."""
+    size = 1e4 if dtype == "float32" else 1e12
+    qk, v = np.full((1, 64, 1), size, dtype), np.ones((1, 64, 1), dtype)
+    result, pullback = attention.vjp(qk, v, buckets=np.zeros((1, 4, 64), int), chunk=8, scale=1.0)
+    assert_close(result.output, v, 64 * np.finfo(dtype).eps)
+    gradients = pullback(v)
+    assert abs(gradients["v"].sum() - 64) < 64 * 64 * np.finfo(dtype).eps
+    # the sum over the keys of dS is 0: each of its terms is rounded once, and multiplied by the key
+    assert np.abs(gradients["qk"]).max() < 64 * 64 * np.finfo(dtype).eps
+
+
+def test_a_lonely_row_that_is_no_number_is_none():
+    qk, v = np.array([[[np.nan, 1.0], [1.0, 2.0]]]), np.array([[[3.0], [4.0]]])
+    given = {"qk": qk, "v": v, "buckets": np.array([[[0, 1]]]), "chunk": 2}
+    result, pullback = attention.vjp(**given)
+    want = attention.definition(**given)
+    for got in (result, want):
+        assert np.isnan(got.output[0, 0]).all()
+        assert np.isnan(got.lse[0, 0])
+        assert got.output[0, 1] == 4.0
+    assert np.isfinite(pullback(np.ones_like(v))["qk"][0, 1]).all()
+
+
+@pytest.mark.parametrize("sizes", [{"b": 0}, {"h": 0}, {"t": 0}])
+@pytest.mark.parametrize("library", [np, array_api_strict])
+def test_empty_axes(sizes, library):
+    given = base(30, **sizes)
+    for source in ({"buckets": library.asarray(given["buckets"])}, {"rng": rng(1)}):
+        qk, v = library.asarray(given["qk"]), library.asarray(given["v"])
+        result, pullback = attention.vjp(qk, v, chunk=4, **source)
+        gradients = pullback(library.zeros(result.output.shape, dtype=v.dtype))
+        assert gradients["qk"].shape == qk.shape
+
+
+def test_windows_end_with_the_sequence():
+    given = base(31, t=12, before=10**9, after=10**9, within_bucket=False)
+    near = attention(**{**given, "before": 3, "after": 3})
+    assert np.array_equal(attention(**given), near)
+    with pytest.raises(ValueError, match="before is 1000000000: expected at most the 6 chunks of all rounds"):
+        attention(**{**given, "wrap": "global"})
+
+
+@pytest.mark.parametrize("value", ["no", 1, np.nan, None])
+@pytest.mark.parametrize("name", ["causal", "within_bucket", "padding_bucket"])
+def test_flags_are_true_or_false(name, value):
+    with pytest.raises(TypeError, match=f"{name} is .*: expected True or False"):
+        attention(**{**base(), name: value})
+
+
+@pytest.mark.parametrize("value", [-1.0, np.nan, np.inf, "small"])
+def test_the_smallest_norm_is_a_number(value):
+    with pytest.raises((ValueError, TypeError), match="norm_eps is"):
+        attention(**{**base(), "norm_eps": value})

@@ -13,8 +13,6 @@ OPEN = {
         "efficient": "no_keys",
         # padded q and q_global reach d_labels
         "etc": "lengths no_keys",
-        # the own key of a masked token reaches d_qk
-        "lsh": "always_causal",
         # the gradient of a masked token itself is NaN
         "routing": "masks masks_shared masks_members",
         # scores of rows that the causal sort drops reach d_temperature

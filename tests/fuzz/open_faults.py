@@ -23,13 +23,10 @@ def empty_heads(a):
 
 
 OPEN = {
-    # `causal` cuts the look-ahead as if the offset were at most 0
-    "local, causal with an offset": lambda m, a, c: m == "local" and "align" in a and a.get("causal"),
     # the definition's d_lse of keys is 0 where sinks outweigh them by far
     "sinks outside the lse": lambda m, a, c: a.get("lse_includes_sinks") is False and c.amplitude > 1,
     # 0 heads: the definition's sinks, summary_offsets=[]; buckets of no batch or no head
     "no head": lambda m, a, c: empty_heads(a) and bool({"sinks", "summary_offsets", "buckets"} & set(a)),
-    "lsh, empty axes": lambda m, a, c: m == "lsh" and (batch(a) == 0 or heads(a) == 0),
     # an unnormalised causal sum of no value channels
     "linear, e = 0": lambda m, a, c: m == "linear" and a["v"].shape[-1] == 0,
     # the maximum runs over keys beyond the span too: lse -inf and a wrong gradient of what is left
@@ -42,7 +39,6 @@ ERRORS = {
     "compressive": "compressed memory r same_length through_memory u w x",
     "linear": "causal normalize normalize_eps",
     "local": "k keep_weights q",
-    "lsh": "causal norm_eps padding_bucket rotations within_bucket",
     "performer": "causal eps key_sum_eps",
     "routing": "average_eps causal cluster_size relative_keys relative_values",
     "sinkhorn": "noise",

@@ -1,12 +1,6 @@
-"""Hash buckets, the sorted order of every round, and which pairs a round shows: the discrete half of LSH attention.
-
-    digit[p]  = argmax over n of [x R_p ; -x R_p][n]                     R_p: the columns of factor p
-    bucket    = sum_p digit[p] * prod_{u < p} factors[u]                 the first factor is the least significant digit
-    order     = argsort of the buckets of a round, stable                chunk c of a round: places c*chunk ... of its order
+"""Which pairs a hash round shows: windows of chunks over its sorted order, as blocks for the core.
 
 Nothing here has a gradient.  Arrays are (b, h, s, t): batch, head, hash round, position.
-
-Source: Kitaev et al. 2020, arXiv:2001.04451, section 2 (angular LSH of Andoni et al. 2015, arXiv:1509.02897).
 """
 
 import dataclasses
@@ -15,83 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from refattn.arrays import device, namespace, real, require_integer, to_namespace
+from refattn.arrays import device, namespace, real, require_flag, require_integer, require_one_of, to_namespace
 from refattn.core.selections import Windows, take_order
 from refattn.core.terms import Term
 from refattn.records import Block
 
-__all__ = ["Multiplicity", "Plan", "Units", "bucket_factors", "hash_buckets", "sort_buckets"]
+__all__ = ["PAIRS", "Multiplicity", "Plan", "Units"]
 
 PAIRS = 1 << 18
 """Pairs of a block: enough that the calls cost little beside the products."""
-HASHED = 1 << 20
-"""Projections held at a time while hashing."""
-
-
-def bucket_factors(n_buckets: Any, length: int, chunk: int) -> tuple[int, ...]:
-    """The factors of the bucket count; the default is one factor 2 * max(1, length // chunk).
-
-    Raises
-    ------
-    ValueError
-        If a factor is odd or below 2: every projection gives two buckets, its positive and its negative side.
-    """
-    if n_buckets is None:
-        return (2 * max(1, length // chunk),)
-    many = isinstance(n_buckets, (tuple, list))
-    factors = tuple(require_integer("n_buckets", f) for f in (n_buckets if many else (n_buckets,)))
-    if not factors or any(f < 2 or f % 2 for f in factors):
-        raise ValueError(
-            f"n_buckets is {n_buckets!r}: expected an even number of at least 2, or a tuple of such factors"
-        )
-    return factors
-
-
-def hash_buckets(x: Any, rotations: Any, factors: tuple[int, ...]) -> Any:
-    """Bucket of every vector and round: x (b,h,t,d), rotations (b|1,h|1,d,s,n) -> int64 (b,h,s,t).
-
-    Ties go to the first of the list [x R ; -x R], so a zero vector falls into bucket 0.
-    """
-    xp = namespace(x)
-    x, rotations = real(x), real(rotations)
-    b, h, t, d = x.shape
-    s, n = rotations.shape[-2:]
-    columns = xp.reshape(rotations, (*rotations.shape[:2], d, s * n))
-    step = max(1, HASHED // max(1, b * h * s * n))
-    parts = []
-    for start in range(0, max(t, 1), step):
-        projected = xp.matmul(x[:, :, start : min(start + step, t), :], columns)
-        projected = xp.reshape(projected, (b, h, projected.shape[2], s, n))
-        bucket, base, column = None, 1, 0
-        for factor in factors:
-            part = projected[..., column : column + factor // 2]
-            digit = _signed_argmax(part)
-            bucket = digit if bucket is None else bucket + base * digit
-            base, column = base * factor, column + factor // 2
-        parts.append(bucket)
-    found = parts[0] if len(parts) == 1 else xp.concat(parts, axis=2)
-    return xp.permute_dims(found, (0, 1, 3, 2))
-
-
-def _signed_argmax(x: Any) -> Any:
-    """argmax over the last axis of [x ; -x], without building it."""
-    xp = namespace(x)
-    high, low = xp.argmax(x, axis=-1), xp.argmin(x, axis=-1)
-    positive = xp.max(x, axis=-1) >= -xp.min(x, axis=-1)
-    return xp.astype(xp.where(positive, high, low + x.shape[-1]), xp.int64)
-
-
-def sort_buckets(buckets: Any) -> tuple[Any, Any]:
-    """Positions of every round by (bucket, position), and the place of every position: int64 (b,h,s,t) each.
-
-    A stable sort of the bucket numbers alone: no key that joins bucket, round and position, so nothing can overflow.
-    """
-    xp = namespace(buckets)
-    keys = buckets
-    if buckets.shape[-1] and int(xp.max(buckets)) < 1 << 15:
-        keys = xp.astype(buckets, xp.int16)  # NumPy sorts 16-bit integers by radix
-    order = xp.astype(xp.argsort(keys, axis=-1, stable=True), xp.int64)
-    return order, xp.astype(xp.argsort(order, axis=-1, stable=False), xp.int64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +35,43 @@ class Plan:
     duplicates: str
     self_visible: bool
     algorithm: str = "auto"
+
+    @classmethod
+    def read(
+        cls, t: int, *, chunk: Any, before: Any, after: Any, causal: Any, within_bucket: Any, duplicates: Any, wrap: Any,
+        short: Any, self_attention: Any, algorithm: str,
+    ) -> tuple["Plan", bool]:  # fmt: skip
+        """The options of a call, checked, for one round, and whether the sequence is too short to be hashed."""
+        chunk = require_integer("chunk", chunk, minimum=1)
+        before, after = (require_integer(n, x, minimum=0) for n, x in (("before", before), ("after", after)))
+        causal, within_bucket = require_flag("causal", causal), require_flag("within_bucket", within_bucket)
+        require_one_of("duplicates", duplicates, ("union", "multiset", "trax1"))
+        require_one_of("wrap", wrap, ("none", "global"))
+        require_one_of("short", short, ("hash", "full"))
+        require_one_of("self_attention", self_attention, ("last_resort", "never", "always"))
+        full = short == "full" and t <= chunk
+        ring = wrap == "global" and not full
+        if ring and t % chunk:
+            raise ValueError(f'wrap="global" needs a length that is a multiple of chunk: t is {t} and chunk is {chunk}')
+        if full or t == 0:
+            before = after = 0
+        plan = cls(
+            length=t, hashes=1, chunk=min(chunk, max(1, t)), before=before, after=after, ring=ring, causal=causal,
+            within_bucket=within_bucket and not full, duplicates="multiset" if full else duplicates,
+            self_visible=self_attention == "always", algorithm=algorithm,
+        )  # fmt: skip
+        return plan, full
+
+    def of(self, hashes: int) -> "Plan":
+        """The plan for so many rounds; windows are cut at the ends of a round, or refused where they run around them all."""
+        most = hashes * self.chunks
+        for name, x in (("before", self.before), ("after", self.after)):
+            if self.ring and x > most:
+                raise ValueError(f'{name} is {x}: expected at most the {most} chunks of all rounds with wrap="global"')
+        before, after = min(self.before, most), min(self.after, most)
+        if not self.ring:
+            before, after = min(before, self.chunks), min(after, self.chunks)
+        return dataclasses.replace(self, hashes=hashes, before=before, after=after)
 
     @property
     def chunks(self) -> int:

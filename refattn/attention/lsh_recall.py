@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from refattn.arrays import require_integer
-from refattn.attention.blocks.lsh import bucket_factors, hash_buckets, sort_buckets
+from refattn.attention.blocks.lsh_buckets import bucket_factors, hash_buckets, sort_buckets
+from refattn.contraction import einsum
 
 __all__ = ["collision_probability", "found_by_rounds", "found_pairs", "measured_collisions", "recall", "shown_pairs"]
 
@@ -121,7 +122,7 @@ def recall(
     n = np.arange(t)
     allowed = n[None, :] < n[:, None] if causal else n[None, :] != n[:, None]
     keys = qk / np.sqrt(np.sum(qk * qk, axis=-1, keepdims=True))
-    logits = np.where(allowed, (d**-0.5 if scale is None else scale) * qk @ np.swapaxes(keys, -1, -2), -np.inf)
+    logits = np.where(allowed, (d**-0.5 if scale is None else scale) * einsum("...qd,...kd->...qk", qk, keys), -np.inf)
     some, enough = allowed.any(axis=-1), allowed.sum(axis=-1) >= top
     weights = np.exp(logits[..., some, :] - np.max(logits[..., some, :], axis=-1, keepdims=True))
     weights = weights / np.sum(weights, axis=-1, keepdims=True)

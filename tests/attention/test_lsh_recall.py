@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from oracles.lsh_meetings import meetings
 
-from refattn.attention.lsh_findings import (
+from refattn.attention.lsh_recall import (
     collision_probability,
     found_by_rounds,
     found_pairs,
