@@ -120,7 +120,7 @@ class Function:
         self._primary = tuple(primary) or tuple(n for n in self.positional if n in self._floating)
         self._wants = tuple(n for n in ("backend", "algorithm") if n in parameters)
         self.options: tuple[str, ...] = tuple(n for n in parameters if n not in ("backend", "algorithm"))
-        self._plain = {n: c for n, p in parameters.items() if (c := _check_of(p.annotation)) is not None}
+        self._plain = {n: c for n, p in parameters.items() if (c := _check_of(p)) is not None}
         unknown = set(self._floating) - set(parameters)
         if unknown:
             raise TypeError(f"{self.name}: {sorted(unknown)} are not arguments of its forward")
@@ -365,8 +365,11 @@ class _Call:
         return finished
 
 
-def _check_of(annotation: Any) -> Callable[[str, Any], Any] | None:
-    """The check of a plain argument, by its annotation."""
+def _check_of(parameter: inspect.Parameter) -> Callable[[str, Any], Any] | None:
+    """The check of a plain argument, by its annotation, or by its default where it has none."""
+    annotation = parameter.annotation
+    if annotation is parameter.empty and isinstance(parameter.default, (bool, float)):
+        annotation = type(parameter.default)
     if annotation is bool:
         return arrays.require_flag
     if annotation in (int, int | None):
