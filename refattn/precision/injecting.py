@@ -163,7 +163,7 @@ class _Injecting(Instrumented):
         if self._scores:
             raw = raw * (1 + self._scores * self._noise(raw))
         if name in self._approximate:
-            raw = raw * (1 + self._approximate[name] * (self._common[name] + self._noise(raw)))
+            raw = raw * (1 + self._approximate[name] * (1.5 * self._common[name] + self._noise(raw)))
         return raw
 
 

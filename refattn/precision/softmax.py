@@ -31,7 +31,7 @@ in a tree; one that adds key by key in the log domain rounds it n times, and as 
 share of the keys up to j, about n/3 of them remain:
 
     M^2   = u^2 (L^2 + m^2) max(1 + log2 n, n/3)
-    eta^2 = sum_k p^2 v_e + sum_sinks w^2 v_e + M^2 + u^2 (n + 4) + exp^2
+    eta^2 = sum_k p^2 v_e + sum_sinks w^2 v_e + M^2 + u^2 (n + 4) + (3/2 exp)^2
 
 so that dp_ij = p_ij (e_ij - eta_i), e independent, eta coherent along a row's keys and independent between rows.
 exp enters twice: an approximation that is off by the same factor at every key moves L, and nothing else.
@@ -70,6 +70,12 @@ from refattn.precision.formats import FORMATS, format_of, unit_roundoff
 __all__ = ["Bounds", "Rounding", "SoftmaxCall", "softmax_bounds"]
 
 Array = np.ndarray
+
+COMMON = 1.5
+"""An approximation may be off by the whole of its error in every element: the median then needs more than one of it."""
+
+LOST = 0.5
+"""Relative error of a weight from which on no first-order bound holds."""
 
 
 class Bounds(NamedTuple):
@@ -230,7 +236,25 @@ def softmax_bounds(
         bounds = {"output": forward.output_bounds(), "lse": forward.lse_bounds()}
         if wrt:
             bounds |= _Backward(forward, d_output, d_lse).bounds(wrt)
-    return bounds
+    return _without_lost_rows(bounds, forward)
+
+
+def _without_lost_rows(bounds: dict[str, Bounds], forward: "_Forward") -> dict[str, Bounds]:
+    """Infinite bounds where the arithmetic cannot resolve the logits: errors of weights beyond `LOST` are of no order.
+
+    That takes declared formats, such as TF32 at logits near 1e5.  The lse then has its worst case.
+    """
+    lost = np.where(forward.visible, forward.v_e, 0.0).max(axis=-1, initial=0.0) > LOST**2
+    if not lost.any():
+        return bounds
+    found = dict(bounds)
+    for name, bound in bounds.items():
+        if name == "lse":
+            found[name] = Bounds(np.where(lost, bound.worst, bound.rss), bound.worst)
+            continue
+        rows = lost[..., None] if name in ("output", "d_q") else np.ones((), bool)
+        found[name] = Bounds(*(None if x is None else np.where(rows, np.inf, x) for x in bound))
+    return found
 
 
 def _finite(x: Array) -> Array:
@@ -321,7 +345,7 @@ class _Forward:
 
         # Rows.
         self.merges = u**2 * (self.lse**2 + self.top**2) * self._roundings()
-        self.v_row = self.sure.sum(axis=-1) + self.sunk + self.merges + u**2 * (self.n + 4) + units.exp**2  # eta^2
+        self.v_row = self.sure.sum(axis=-1) + self.sunk + self.merges + u**2 * (self.n + 4) + (COMMON * units.exp) ** 2
 
     def _sinks(self, sinks: Array | None) -> Array:
         h = self.q.shape[-3]
@@ -393,7 +417,7 @@ class _Forward:
         u = self.units.accumulate
         share = np.where(self.n > 0, self.p.sum(axis=-1), 1.0)
         lse = np.where(self.n > 0, self.lse + np.log(share), 0.0)
-        v_row = self.sure.sum(axis=-1) / share**2 + u**2 * (self.n + 4) + self.units.exp**2
+        v_row = self.sure.sum(axis=-1) / share**2 + u**2 * (self.n + 4) + (COMMON * self.units.exp) ** 2
         return v_row + u**2 * (lse**2 + self.top**2) * self._roundings(), lse, share
 
     # -------------------------------------------------------------- worst case

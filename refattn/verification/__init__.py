@@ -9,6 +9,7 @@ import numpy as np
 
 from refattn import arrays, backends
 from refattn.mechanism import Mechanism, mechanisms
+from refattn.verification.allowances import explained_by_allowance
 from refattn.verification.candidate import open_candidate
 from refattn.verification.capabilities import SHAPE_CAPABILITIES
 from refattn.verification.conventions import CONVENTION_OPTIONS, Conventions, UsageError
@@ -277,6 +278,11 @@ def _report(session: Session, checked: tuple[dict[str, Any], ...]) -> Report:
     causes = explain(open_cases, bench, live=live)
     departs = departure(session.cases, bench, causes, live)
     explanations = [e.as_record(failing) for e in causes] + session.structural
+    roundings = [e.as_record() for e in explained_by_allowance(open_cases)]
+    declarable = {e["class"] for e in roundings}
+    explanations = [e for e in explanations if e["class"] not in declarable]
+    whole = any(e.confirmed and not e.left and e.name not in declarable for e in causes)
+    explanations = explanations + roundings if whole else roundings + explanations
     notes = list(session.notes)
     if any(row.status == "mismatch" for row in session.rows) and not explanations:
         notes += _structure(session.cases)

@@ -62,11 +62,13 @@ def test_only_what_is_computed_is_rounded_to_the_storage(rng):
 
 def test_an_approximated_function_is_off_everywhere_at_once(rng):
     x = np.zeros(1000)
-    for seed in range(5):
+    means = []
+    for seed in range(20):
         xp = injecting(Rounding(accumulate=2.0**-24, stored=2.0**-24, exp=1e-4), np.random.default_rng(seed))
         apart = xp.to_numpy(xp.exp(xp.asarray(x))) - 1
         assert abs(apart.std() - 1e-4) < 1e-5
-        assert abs(apart.mean() - 1e-4 * xp._common["exp"]) < 1e-5
+        means.append(apart.mean())
+    assert 0.5e-4 < np.std(means) < 3e-4  # one number for a whole run
 
 
 def test_decisions_of_another_run_are_kept(rng):

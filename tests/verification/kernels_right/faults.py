@@ -71,7 +71,7 @@ def kernel(
             return found
         d_out = cotangents["output"].astype(c.q.dtype)
         z = store(lse) if lse_half else lse
-        p = np.exp(s - z[..., None])
+        p = np.exp(s - z[..., None]) * s.dtype.type(1 + exp_error)
         d_p = cut(d_out) @ turned(cut(c.v))
         d_p = store(d_p) if d_p_half else d_p
         delta = (d_out * out.astype(c.q.dtype)).sum(axis=-1)
