@@ -36,7 +36,7 @@ def backward(problem: AttentionProblem, backend: Any, saved: Forward, d_output: 
         maximum, shift, d_rows, d_sinks = _row_terms(problem, backend, saved, d_output, d_lse)
     if d_sinks is not None:
         gradients["sinks"] = d_sinks
-    tasks = groups(problem)
+    tasks = groups(problem, by_keys=True)
 
     def run(group: Group) -> tuple[Any, ...]:
         with backend.quiet():
@@ -52,10 +52,12 @@ def backward(problem: AttentionProblem, backend: Any, saved: Forward, d_output: 
     ):
         view = View(problem, group, backend, gradient=True)
         index = (group.b, group.g, slice(None), slice(*group.q), ...)
-        gradients["q"] = backend.assign(gradients["q"], index, d_queries)
+        gradients["q"] = backend.accumulate(gradients["q"], index, d_queries)
         gradients["scale"] = gradients["scale"] + d_scale
-        d_k = backend.accumulate(d_k, (*view.slices(d_k), ...), _fold_batch(d_keys, d_k))
-        d_v = backend.accumulate(d_v, (*view.slices(d_v), ...), _fold_batch(d_values, d_v))
+        keys = slice(*(group.k or (0, k)))
+        at = (*view.slices(d_k), keys, slice(None))
+        d_k = backend.accumulate(d_k, at, _fold_batch(d_keys[:, :, keys, :], d_k))
+        d_v = backend.accumulate(d_v, (*view.slices(d_v), *at[2:]), _fold_batch(d_values[:, :, keys, :], d_v))
         for term in problem.terms:
             for name in term.names:
                 shared[name] = term.place(name, shared[name], sums[name], view)

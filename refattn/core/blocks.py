@@ -48,12 +48,13 @@ SPLIT = 4
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Ranges of batches, key heads and queries that are computed together."""
+    """Ranges of batches, key heads and queries (and keys, where few queries meet many) that are computed together."""
 
     b: slice
     g: slice
     q: tuple[int, int]
     heads: Any  # NumPy (ng, r): the caller's numbers of the query heads
+    k: tuple[int, int] | None = None  # a share of the keys, to be merged with the others; None: all
 
     @property
     def batches(self) -> np.ndarray:
@@ -150,43 +151,51 @@ class View:
 # ------------------------------------------------------------------------------------------------ groups and slices
 
 
-def groups(settings: AttentionSettings) -> list[Group]:
-    """The groups of a problem, by its shape alone."""
+def groups(settings: AttentionSettings, *, by_keys: bool = False) -> list[Group]:
+    """The groups of a problem, by its shape alone; ``by_keys``: few queries may share out their keys."""
     sizes, heads = settings.sizes, np.asarray(settings.heads)
-    b, g, q = sizes.b, sizes.g, sizes.q
-    unit = sizes.r * q * sizes.k
-    if settings.blocks is None and settings.tile is None and b * g < SPLIT and unit > 16 * SMALL and q >= 2 * ROWS:
-        step = -(-q // SPLIT)
-        step = -(-step // ROWS) * ROWS
-        cuts = [(s, min(s + step, q)) for s in range(0, q, step)]
-    else:
-        cuts = [(0, q)]
+    b, g, q, k = sizes.b, sizes.g, sizes.q, sizes.k
+    unit = sizes.r * q * k
+    few = settings.blocks is None and settings.tile is None and b * g < SPLIT
+    cuts: list[tuple[Any, Any]] = [((0, q), None)]
+    if few and unit > 16 * SMALL and q >= 2 * ROWS:
+        cuts = [(run, None) for run in _runs(q, ROWS)]
+    elif few and by_keys and unit > 4 * SMALL and k >= 2 * KEYS:
+        cuts = [((0, q), run) for run in _runs(k, KEYS)]
     if g == 0:
         return []
     heads_step = g if unit * g <= SMALL and not settings.apart else 1
     batch_step = max(1, SMALL // max(1, unit * heads_step)) if unit * g <= SMALL else 1
     return [
-        Group(slice(s, min(s + batch_step, b)), slice(n, min(n + heads_step, g)), cut, heads[n : n + heads_step])
+        Group(slice(s, min(s + batch_step, b)), slice(n, min(n + heads_step, g)), rows, heads[n : n + heads_step], keys)
         for s in range(0, b, batch_step)
         for n in range(0, g, heads_step)
-        for cut in cuts
+        for rows, keys in cuts
     ]
+
+
+def _runs(length: int, tile: int) -> list[tuple[int, int]]:
+    """About SPLIT runs of whole tiles."""
+    step = math.ceil(length / (SPLIT * tile)) * tile
+    return [(s, min(s + step, length)) for s in range(0, length, step)]
 
 
 def slice_blocks(settings: AttentionSettings, group: Group, xp: Any) -> Iterator[Block]:
     """Blocks of a group as runs of queries times runs of keys: empty ones skipped, full ones without a mask."""
     k = settings.sizes.k
+    first, last = group.k or (0, k)
     rows, keys = settings.tile or (max(16, ROWS // max(1, settings.sizes.r)), KEYS)
     pattern = settings.visibility
     for i0 in range(*group.q, rows):
         i1 = min(i0 + rows, group.q[1])
         queries = Span(i0, i1)
         if pattern is None:
-            for j0 in range(0, k, keys):
-                yield Block(queries, Span(j0, min(j0 + keys, k)))
+            for j0 in range(first, last, keys):
+                yield Block(queries, Span(j0, min(j0 + keys, last)))
             continue
         asked = {"q": settings.sizes.q, "k": k, "b": group.batches.tolist(), "h": group.heads.reshape(-1).tolist()}
         lowest, highest = pattern.key_range(i0, i1, **asked)
+        lowest, highest = max(lowest, first), min(highest, last)
         for j0 in range(lowest, highest, keys):
             for kind, s, e in _segments(pattern, i0, i1, j0, min(j0 + keys, highest), rows, asked):
                 if kind == "empty":

@@ -60,7 +60,7 @@ def forward(problem: AttentionProblem, backend: Any, *, keep: bool = False) -> F
     b, g, r, q, _ = problem.q.shape
     k, e = problem.v.shape[-2:]
     whole = _nothing(xp, (b, g, r, q), e, problem)
-    tasks = groups(problem)
+    tasks = groups(problem, by_keys=True)
 
     def run(group: Group) -> tuple[Partial, list[Any]]:
         blocks: list[Any] = []
@@ -74,6 +74,9 @@ def forward(problem: AttentionProblem, backend: Any, *, keep: bool = False) -> F
         kept = xp.zeros(shape, dtype=problem.q.dtype, **like), xp.zeros(shape, dtype=xp.bool, **like)
     for group, (part, blocks) in zip(tasks, backend.map(run, tasks, work=2 * b * g * r * q * k), strict=True):
         index = (group.b, group.g, slice(None), slice(*group.q), ...)
+        if group.k is not None:
+            with backend.quiet():
+                part = merged(Partial(*(x[index] for x in whole)), part)
         whole = Partial(*(backend.assign(x, index, y) for x, y in zip(whole, part, strict=True)))
         for queries, keys, logits, visible in blocks:
             pairs = (group.b, group.g, slice(None), slice(*queries.extent), slice(*keys.extent))

@@ -43,6 +43,14 @@ def test_kernel_equals_numpy(options):
     assert_close(got.lse, want.lse, 60 * np.finfo(dtype).eps)
 
 
+def test_weights_at_large_logits():
+    q, k = np.ones((1, 1, 1), np.float32), np.full((1, 40, 1), 1e4, np.float32)  # more than a tile of equal logits
+    v = np.arange(40, dtype=np.float32).reshape(1, 40, 1)
+    result, pullback = ra.scaled_dot_product_attention.vjp(q, k, v, scale=1.0, backend="numba_cuda")
+    assert result.output[0, 0, 0] == 19.5
+    assert_close(pullback(np.ones_like(result.output))["v"], np.full(v.shape, 1 / 40), 1e-7)
+
+
 def test_gradient_and_refusals():
     q, k, v = arrays(np.float64)
     result, pullback = ra.scaled_dot_product_attention.vjp(q, k, v, backend="numba_cuda", causal=True, align=2)
