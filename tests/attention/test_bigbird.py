@@ -1,5 +1,7 @@
 """bigbird_attention: who sees whom, gradients, definition, stored cases, counts, mistakes."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from contract.cases.bigbird import CASES, arguments
@@ -90,6 +92,20 @@ def test_stored_cases(name, meta, arrays):
     gradients = pullback(arrays["cot_out"])
     for x in "qkv":
         assert_close(gradients[x], arrays["grad_" + x], 1e-7)
+
+
+def test_memory_is_linear_and_counts_end_with_the_sequence():
+    q = np.zeros((1, 1 << 16, 1), np.float32)
+    tracemalloc.start()
+    attention(q, q, q, block=16)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 30e6  # a layout of all pairs of its 4096 blocks holds 17 million numbers
+    given = arguments("no_globals", 3)
+    want = attention(**{**given, "window_blocks": 20, "random_blocks": None})
+    assert np.array_equal(attention(**{**given, "window_blocks": 10**9, "random_blocks": None}), want)
+    assert_close(attention(**{**given, "block": 10**9, "random_blocks": None}), want, 60 * EPS)
+    assert_close(attention(**{**given, "global_blocks": (10**9, 10**9), "random_blocks": None}), want, 60 * EPS)
 
 
 BAD = {
