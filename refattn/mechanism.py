@@ -89,8 +89,8 @@ class Function:
 
     Attributes
     ----------
-    name : str
-        As in ``functions`` or ``mechanisms``: with the room for what has one, ``"positions.rotary"``.
+    name, key : str
+        What it is called, and what it is found by in ``functions`` or ``mechanisms``: ``"rotary"`` and ``"positions.rotary"``.
     positional, options : tuple of str
         Arguments that may be given by position, and all arguments but backend, compute_dtype and algorithm.
     """
@@ -108,7 +108,7 @@ class Function:
         name: str | None = None,
         doc: str | None = None,
     ) -> None:
-        self.name = name or forward.__name__.strip("_")
+        self.name = self.key = name or forward.__name__.strip("_")
         self.differentiable = tuple(differentiable)
         self.outputs = tuple(outputs)
         self._forward, self._backward = forward, backward
@@ -137,9 +137,9 @@ class Function:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled by name: another process takes its own."""
-        if _found(self.name) is not self:
+        if _found(self.key) is not self:
             raise pickle.PicklingError(f"{self!r} is not registered: only what a name leads to can be pickled")
-        return _named, (self.name,)
+        return _named, (self.key,)
 
     def __copy__(self) -> "Function":
         return self
@@ -186,19 +186,19 @@ class Function:
     @property
     def definition(self) -> "Reference":
         """The same numbers by the slow, independent path."""
-        return Reference(self, _table("definitions", self.name))
+        return Reference(self, _table("definitions", self.key))
 
     def example(self, rng: "np.random.Generator", **sizes: Any) -> dict[str, Any]:
         """Valid keyword arguments (float64 NumPy arrays) drawn from ``rng``."""
-        return _table("examples", self.name)(rng, **sizes)
+        return _table("examples", self.key)(rng, **sizes)
 
     @property
     def mutations(self) -> tuple[Mutation, ...]:
         """The known mistakes; empty where there are none."""
-        room = self.name.rpartition(".")[0]
+        room = self.key.rpartition(".")[0]
         if room not in MISTAKEN:
             return ()
-        known = importlib.import_module(f"refattn.mistakes.{room}").catalogues.get(self.name)
+        known = importlib.import_module(f"refattn.mistakes.{room}").catalogues.get(self.key)
         return () if known is None else known.mutations()
 
     # ------------------------------------------------------------------ binding
@@ -602,10 +602,10 @@ def function(
     """A Function (see there); one of this package is entered in ``functions``, under its room's name where it has one."""
     module = forward.__module__.split(".")
     own = module[0] == "refattn"
-    name = name or forward.__name__.strip("_")
-    made = Function(forward, backward, name=f"{module[1]}.{name}" if own and module[1] in ROOMS else name, **options)
+    made = Function(forward, backward, name=name, **options)
     if own:
-        _others[made.name] = made
+        made.key = f"{module[1]}.{made.name}" if module[1] in ROOMS else made.name
+        _others[made.key] = made
     return made
 
 

@@ -269,7 +269,7 @@ def test_a_docstring_without_a_part_is_named_with_it(text, part):
 # ---------------------------------------------------------------------- pickling, registry
 
 
-@pytest.mark.parametrize("found", [*ra.mechanisms.values(), *ra.functions.values()], ids=lambda x: x.name)
+@pytest.mark.parametrize("found", [*ra.mechanisms.values(), *ra.functions.values()], ids=lambda x: x.key)
 def test_mechanisms_and_functions_are_pickled_by_name(found):
     assert pickle.loads(pickle.dumps(found)) is found
     assert copy.deepcopy({"it": found})["it"] is found
@@ -306,6 +306,7 @@ def test_functions_that_are_no_mechanisms_have_names():
     assert ra.functions["layers.layer_norm"] is ra.layers.layer_norm
     assert ra.functions["memory.compress"] is ra.memory.compress
     assert not set(ra.functions) & set(ra.mechanisms)
+    assert (ra.positions.rotary.name, ra.positions.rotary.key) == ("rotary", "positions.rotary")
     with pytest.raises(TypeError):
         ra.functions["mine"] = double
     assert (double.positional, double.options) == (("x", "weight"), ("x", "weight", "shift", "note"))
