@@ -29,31 +29,19 @@ over all heads.  The first walk gives the lse of every softmax head, or these ro
 Source: Shazeer, Lan, Cheng, Ding, Hou 2020, "Talking-Heads Attention", arXiv:2003.02436 (with its dynamic projections).
 """
 
-import dataclasses
-import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from refattn import cost as costs
-from refattn.arrays import (
-    broadcast_leading,
-    device,
-    flatten_leading,
-    namespace,
-    real,
-    require_axes,
-    to_namespace,
-)
-from refattn.contraction import einsum
+from refattn.arrays import broadcast_leading, device, flatten_leading, real, require_axes
+from refattn.attention.blocks.talking_heads import Call, Mix, backward_group, forward_group, runs
 from refattn.core import options
-from refattn.core.blocks import KEYS, Group, View, groups, product, slice_blocks
-from refattn.core.selections import Span
+from refattn.core.blocks import KEYS, Group, View, groups
 from refattn.mechanism import mechanism
-from refattn.normalization import row_maximum
-from refattn.records import AttentionSettings, Block, Counts, Elements, Pass, Result, Sizes
+from refattn.normalization import lse_of
+from refattn.records import AttentionSettings, Counts, Elements, Pass, Result, Sizes
 
 __all__ = ["talking_heads_attention"]
 
@@ -139,28 +127,28 @@ def forward(
             f"backend {backend.name!r} does not serve talking_heads_attention: its kernels do not mix heads"
         )
     call = _call(q, k, v, parts, shared, backend, algorithm)
-    xp, settings = backend.xp, call.options.settings
-    b, h, n_q = settings.sizes.b, settings.sizes.h, settings.sizes.q
-    lse = xp.full((b, h, n_q), -math.inf, dtype=q.dtype, device=device(q))
-    output = xp.zeros((b, v.shape[-3], n_q, v.shape[-1]), dtype=q.dtype, device=device(q))
-    kept = None
-    if call.options.keep_weights:
-        kept = [xp.zeros((b, h, n_q, k.shape[-2]), dtype=q.dtype, device=device(q)) for _ in range(2)]
+    sizes, xp = call.options.settings.sizes, backend.xp
+    rows = (sizes.b, sizes.h, sizes.q)
+    zeros = {"dtype": q.dtype, "device": device(q)}
+    output = xp.zeros((sizes.b, v.shape[-3], sizes.q, v.shape[-1]), **zeros)
+    maximum, row_sum = xp.full(rows, -math.inf, dtype=real(output).dtype, device=device(q)), xp.zeros(rows, **zeros)
+    kept = [xp.zeros((*rows, sizes.k), **zeros) for _ in range(2)] if call.options.keep_weights else []
 
     def run(group: Group) -> tuple[Any, ...]:
         with backend.quiet():
-            return _forward_group(call, group, kept is not None)
+            return forward_group(call, group, keep=bool(kept))
 
-    tasks = groups(settings)
-    for group, (o, z, own) in zip(tasks, backend.map(run, tasks, work=3 * b * h * n_q * k.shape[-2]), strict=True):
-        rows = (group.b, slice(None), slice(*group.q))
-        output, lse = backend.assign(output, (*rows, slice(None)), o), backend.assign(lse, rows, z)
-        if kept is not None:
-            kept = [backend.assign(x, (*rows, slice(None)), part) for x, part in zip(kept, own, strict=True)]
-    fields = {"output": call.unflattened(output), "lse": call.unflattened(lse)}
-    if kept is not None:
-        fields |= {"weights": call.unflattened(kept[0]), "logits": call.unflattened(kept[1])}
-    return Result(**fields), (call, lse)
+    tasks = groups(call.options.settings)
+    for group, (o, top, total, own) in zip(
+        tasks, backend.map(run, tasks, work=3 * math.prod(rows) * sizes.k), strict=True
+    ):
+        at = (group.b, slice(None), slice(*group.q))
+        output, maximum = backend.assign(output, (*at, slice(None)), o), backend.assign(maximum, at, top)
+        row_sum = backend.assign(row_sum, at, total)
+        kept = [backend.assign(x, (*at, slice(None)), part) for x, part in zip(kept, own, strict=True)]
+    fields = {"output": call.unflattened(output), "lse": call.unflattened(lse_of(maximum, row_sum))}
+    fields |= {n: call.unflattened(x) for n, x in zip(("weights", "logits"), kept, strict=False)}
+    return Result(**fields), (call, maximum, row_sum)
 
 
 def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
@@ -171,33 +159,37 @@ def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
     dQ = scale d_products K, dK = scale d_products^T Q; dL = products d_logits and dW = weights dU, summed over what each part is
     shared by.
     """
-    call, kept_lse = saved
+    call, maximum, row_sum = saved
     backend, settings = call.backend, call.options.settings
-    xp, lead = backend.xp, call.lead
-    b = settings.sizes.b
-    y, e = call.v.shape[1], call.v.shape[-1]
-    n_q = settings.sizes.q
+    xp, lead, sizes = backend.xp, call.lead, call.options.settings.sizes
     zeros = {"dtype": call.q.dtype, "device": device(call.q)}
-    d_output = xp.zeros((b, y, n_q, e), **zeros) if output is None else flatten_leading(output, 3, lead)
+    d_output = xp.zeros((sizes.b, call.v.shape[1], sizes.q, call.v.shape[-1]), **zeros)
+    d_output = d_output if output is None else flatten_leading(output, 3, lead)
     d_lse = None if lse is None else flatten_leading(lse, 2, lead)
-    rows = (xp.where(real(kept_lse) == -math.inf, xp.zeros_like(kept_lse), kept_lse), d_lse, d_output)
+    empty = maximum == -math.inf
+    shift = xp.where(empty, xp.zeros_like(maximum), maximum)
+    factor = 1 / xp.where(empty, xp.ones_like(row_sum), row_sum)
 
     def run(group: Group) -> tuple[Any, ...]:
         with backend.quiet():
-            return _backward_group(call, group, *rows)
+            return backward_group(call, group, shift, factor, d_lse, d_output)
 
-    found = {n: xp.zeros((b, *x.shape[1:]), **zeros) for n, x in (("q", call.q), ("k", call.k), ("v", call.v))}
-    for mix in (call.logits, call.weights):
-        found |= {n: xp.zeros((b, *x.shape[1:]) if x.ndim > 2 else x.shape, **zeros) for n, x in mix.parts.items()}
-    found["scale"] = xp.zeros((), **zeros)
+    shapes = {n: (sizes.b, *x.shape[1:]) for n, x in (("q", call.q), ("k", call.k), ("v", call.v))}
+    shapes |= {
+        n: x.shape if x.ndim == 2 else (sizes.b, *x.shape[1:])
+        for mix in (call.logits, call.weights)
+        for n, x in mix.parts.items()
+    }
+    found = {n: xp.zeros(shape, **zeros) for n, shape in {**shapes, "scale": ()}.items()}
     for term in settings.terms:
         found |= term.whole()
     tasks = groups(settings)
-    work = 8 * b * call.logits.heads[1] * n_q * call.k.shape[-2]
-    for group, (own, sums) in zip(tasks, backend.map(run, tasks, work=work), strict=True):
+    for group, (own, sums) in zip(
+        tasks, backend.map(run, tasks, work=8 * math.prod(row_sum.shape) * sizes.k), strict=True
+    ):
         view = View(settings, group, backend, gradient=True)
+        queries = slice(*group.q)
         for n, part in own.items():
-            queries = slice(*group.q)
             where = {"q": (slice(None), queries), "query_logits": (queries,), "query_weights": (queries,)}.get(n, ())
             if found[n].ndim > 2:
                 found[n] = backend.accumulate(found[n], (group.b, *where, ...), part)
@@ -210,32 +202,7 @@ def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
     return {**call.options.gradients(found), **{n: call.unflattened(x) for n, x in own.items()}}
 
 
-# ------------------------------------------------------------------------------------------------ the call
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """Checked arguments with one batch axis: q, k (b|1,x,.,d), v (b|1,y,k,e), and the options of the softmax heads.
-
-    Those hold the terms, what is visible and the blocks, with the h softmax heads as the query heads of one key head.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    scale: Any
-    logits: "_Mix"
-    weights: "_Mix"
-    options: options.Options
-    backend: Any
-    lead: tuple[int, ...]
-
-    def unflattened(self, x: Any) -> Any:
-        """(b, ...) -> (..., ...)."""
-        return namespace(x).reshape(x, (*self.lead, *x.shape[1:]))
-
-
-def _call(q: Any, k: Any, v: Any, parts: dict[str, Any], shared: Any, backend: Any, algorithm: str) -> _Call:
+def _call(q: Any, k: Any, v: Any, parts: dict[str, Any], shared: Any, backend: Any, algorithm: str) -> Call:
     given = {n: (x, _PARTS[n]) for n, x in parts.items() if x is not None}
     sizes = require_axes(q=(q, "... x q d"), k=(k, "... x k d"), v=(v, "... y k e"), **given)
     x, y = sizes["x"], sizes["y"]
@@ -252,299 +219,9 @@ def _call(q: Any, k: Any, v: Any, parts: dict[str, Any], shared: Any, backend: A
     flat |= {n: p for n, (p, _) in given.items() if p.ndim == 2}
     softmax = Sizes(lead=lead, h=h, g=1, q=sizes["q"], k=sizes["k"], d=sizes["d"], e=sizes["e"])
     read = options.read(softmax, xp=backend.xp, dtype=q.dtype, device=device(q), algorithm=algorithm, **shared)
-    logits = _Mix({n: flat[n] for n in ("logits_projection", "query_logits", "key_logits") if n in flat}, (x, h))
-    weights = _Mix({n: flat[n] for n in ("weights_projection", "query_weights", "key_weights") if n in flat}, (h, y))
-    return _Call(flat["q"], flat["k"], flat["v"], read.settings.scale, logits, weights, read, backend, lead)
-
-
-# ------------------------------------------------------------------------------------------------ projections over heads
-
-
-class _Mix:
-    """One projection over the heads of every pair, n heads to m: the sum of a static and two dynamic parts.
-
-    ``parts`` by name: ``*_projection`` (n, m), left out = identity; ``query_*`` (b|1,q,n,m); ``key_*`` (b|1,k,n,m).
-    """
-
-    def __init__(self, parts: dict[str, Any], heads: tuple[int, int]) -> None:
-        self.parts, self.heads = parts, heads
-        self.identity = not any(x.ndim == 2 for x in parts.values())
-
-    def on(self, view: View) -> "_Mixing":
-        """This projection on the block of a view."""
-        found = {}
-        for name, x in self.parts.items():
-            if x.ndim == 2:
-                found["static"] = x
-            else:
-                by, run = ("query", view.queries) if name.startswith("query") else ("key", view.keys)
-                found[by] = _batches(x, view.group)[:, run.start : run.stop, ...]
-        return _Mixing(found, self.heads, self.identity)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Mixing:
-    """A projection on one block: ``static`` (n, m), ``query`` (b|1, a, n, m), ``key`` (b|1, c, n, m)."""
-
-    parts: dict[str, Any]
-    heads: tuple[int, int]
-    identity: bool
-
-    @property
-    def turned(self) -> "_Mixing":
-        """The transposed projection, m heads to n."""
-        parts = {n: namespace(x).matrix_transpose(x) for n, x in self.parts.items()}
-        return _Mixing(parts, self.heads[::-1], self.identity)
-
-    def apply(self, x: Any) -> Any:
-        """(b, n, a, c) -> (b, m, a, c).  Without any part it is x itself."""
-        if not self.parts:
-            return x
-        xp = namespace(x)
-        if not bool(xp.all(xp.isfinite(x))):
-            return self._apply_where_not_zero(x)
-        out = x if self.identity else None
-        specs = {"static": "...nac,nm->...mac", "query": "...nac,...anm->...mac", "key": "...nac,...cnm->...mac"}
-        for name, part in self.parts.items():
-            share = einsum(specs[name], x, part)
-            out = share if out is None else out + share
-        return out
-
-    def _coefficients(self, n: int, like: Any) -> Any:
-        """From head n to all m heads, (b|1, m, a|1, c|1)."""
-        xp = namespace(like)
-        total = xp.zeros((1, self.heads[1], 1, 1), dtype=like.dtype, device=device(like))
-        if self.identity:
-            one = np.arange(self.heads[1]).reshape(1, -1, 1, 1) == n
-            total = total + to_namespace(one, xp, like=like, dtype=like.dtype)
-        if "static" in self.parts:
-            total = total + self.parts["static"][n, :][None, :, None, None]
-        if "query" in self.parts:
-            total = total + xp.matrix_transpose(self.parts["query"][:, :, n, :])[..., None]
-        if "key" in self.parts:
-            total = total + xp.matrix_transpose(self.parts["key"][:, :, n, :])[:, :, None, :]
-        return total
-
-    def _apply_where_not_zero(self, x: Any) -> Any:
-        """``apply`` for values that are not finite: a coefficient of 0 lets nothing through."""
-        xp = namespace(x)
-        out: Any = 0.0
-        for n in range(self.heads[0]):
-            coefficient = self._coefficients(n, x)
-            share = coefficient * x[:, n : n + 1, ...]
-            out = out + xp.where(coefficient == 0, xp.zeros_like(share), share)
-        return out
-
-    def reached(self, visible: Any, like: Any) -> Any:
-        """Pairs that reach each of the m heads, where ``visible`` (b|1, n|1, a|1, c|1) or None says what each of n sees."""
-        xp = namespace(like)
-        shape = (like.shape[0], self.heads[0], *like.shape[2:])
-        visible = xp.broadcast_to(
-            xp.ones((), dtype=xp.bool, device=device(like)) if visible is None else visible, shape
-        )
-        if not self.parts:
-            return visible
-        found = xp.zeros((like.shape[0], self.heads[1], *like.shape[2:]), dtype=xp.bool, device=device(like))
-        for n in range(self.heads[0]):
-            found = found | (visible[:, n : n + 1, ...] & (self._coefficients(n, like) != 0))
-        return found
-
-    def pull(self, x: Any, d: Any, visible: Any, side: str) -> dict[str, Any]:
-        """Cotangents of the parts from x (b, n, a, c) and the cotangent d (b, m, a, c) of ``apply(x)``.
-
-        ``visible`` is about the heads of x (``side="in"``) or of d (``side="out"``); an invisible pair gives nothing.
-        """
-        xp = namespace(x)
-        kept = {"static": "nm", "query": "banm", "key": "bcnm"}
-        if visible is None or bool(xp.all(xp.isfinite(x)) and xp.all(xp.isfinite(d))):
-            return {n: einsum(f"bnac,bmac->{kept[n]}", x, d) for n in self.parts}
-        shares = []
-        for n in range(self.heads[0]):
-            seen = visible[:, n : n + 1, ...] if side == "in" and visible.shape[1] != 1 else visible
-            shares.append(xp.where(seen, x[:, n : n + 1, ...] * d, xp.zeros_like(d)))
-        share = xp.stack(shares, axis=1)
-        return {n: einsum(f"bnmac->{kept[n]}", share) for n in self.parts}
-
-
-def _batches(x: Any, group: Group) -> Any:
-    return x if x.shape[0] == 1 else x[group.b, ...]
-
-
-# ------------------------------------------------------------------------------------------------ one group of rows
-
-
-def _runs(settings: Any, group: Group, xp: Any) -> Iterator[tuple[Span, list[Block]]]:
-    """The blocks of a group, run by run of queries."""
-    for _, run in itertools.groupby(slice_blocks(settings, group, xp), key=lambda block: id(block.queries)):
-        blocks = list(run)
-        yield blocks[0].queries, blocks
-
-
-class _Logits:
-    """Products and logits of the blocks of one run of queries."""
-
-    def __init__(self, call: _Call, view: View, q: Any, k: Any) -> None:
-        self.call, self.view, self.q, self.k = call, view, q, k
-
-    def __call__(self, block: Block) -> tuple[Any, Any, list[Any]]:
-        """Products (b, x, a, c), logits (b, 1, h, a, c) before visibility, and what each term keeps for its backward."""
-        view, backend = self.view, self.view.backend
-        view.enter(block)
-        keys = block.keys.take(self.k)
-        products = backend.matmul(self.q, backend.xp.matrix_transpose(keys), view.scratch, "products")
-        logits = backend.xp.expand_dims(self.call.logits.on(view).apply(products), axis=1)
-        kept = []
-        for term in view.problem.terms:
-            logits, own = term.apply(logits, view)
-            kept.append(own)
-        return products, logits, kept
-
-
-def _forward_group(call: _Call, group: Group, keep: bool) -> tuple[Any, Any, Any]:
-    """Output (b, y, q, e) and lse (b, h, q) of the rows of a group; with ``keep`` also their weights and logits."""
-    backend, settings = call.backend, call.options.settings
-    xp = backend.xp
-    view = View(settings, group, backend, gradient=False)
-    q, k, v = (_batches(x, group) for x in (call.q, call.k, call.v))
-    start, stop = group.q
-    b, h, y = group.b.stop - group.b.start, call.logits.heads[1], v.shape[1]
-    like = {"dtype": q.dtype, "device": device(q)}
-    output = xp.zeros((b, y, stop - start, v.shape[-1]), **like)
-    lse = xp.full((b, h, stop - start), -math.inf, **like)
-    kept = [xp.zeros((b, h, stop - start, k.shape[-2]), **like) for _ in range(2)] if keep else None
-
-    for queries, blocks in _runs(settings, group, xp):
-        find = _Logits(call, view, queries.take(q) * call.scale, k)
-        maximum = total = None
-        for block in blocks:  # first walk: the lse of every softmax head
-            _, logits, _ = find(block)
-            seen = logits if view.visible is None else xp.where(view.visible, logits, xp.full_like(logits, -math.inf))
-            top, shift = row_maximum(seen)
-            if maximum is not None:
-                top = xp.maximum(maximum, top)
-                shift = xp.where(top == -math.inf, xp.zeros_like(top), top)
-            row = xp.sum(backend.exp_into(seen - shift[..., None]), axis=-1)
-            total = row if maximum is None else total * xp.exp(maximum - shift) + row
-            maximum = top
-        empty = maximum == -math.inf
-        safe = xp.where(empty, xp.zeros_like(total), xp.log(xp.where(empty, xp.ones_like(total), total)) + shift)
-        rows = Span(queries.start - start, queries.stop - start)
-        lse = rows.assign_last(backend, lse, xp.where(empty, xp.full_like(safe, -math.inf), safe)[:, 0, ...])
-        for block in blocks:  # second walk: the weights, mixed
-            if len(blocks) > 1:
-                _, logits, _ = find(block)
-            weights = view.seen(backend.exp_into(logits - safe[..., None]))
-            factor = view.dropout()
-            weights = (weights if factor is None else weights * factor)[:, 0, ...]
-            if kept is not None:
-                index = (..., slice(rows.start, rows.stop), slice(block.keys.start, block.keys.stop))
-                parts = (weights, logits[:, 0, ...])
-                kept = [backend.assign(x, index, part) for x, part in zip(kept, parts, strict=True)]
-            mixing = call.weights.on(view)
-            part = _product(view, mixing, mixing.apply(weights), block.keys.take(v))
-            output = rows.accumulate(backend, output, part)
-    return output, lse, kept
-
-
-def _product(view: View, mixing: _Mixing, mixed: Any, values: Any, *, transposed: bool = False) -> Any:
-    """mixed (b, m, a, c) @ values, where only pairs that ``mixing`` lets through from a seeing softmax head count."""
-    xp = view.xp
-    visible = None
-    if not bool(xp.all(xp.isfinite(values))):
-        visible = mixing.reached(None if view.visible is None else _heads(view.visible), mixed)
-    return product(view.backend, mixed, values, visible, transposed=transposed)
-
-
-def _heads(visible: Any) -> Any:
-    """Visibility that broadcasts to (b, 1, h, a, c), as (b|1, h|1, a, c)."""
-    if visible.ndim == 5:
-        return visible[:, 0, ...]
-    return namespace(visible).reshape(visible, (1,) * (4 - visible.ndim) + tuple(visible.shape))
-
-
-def _backward_group(call: _Call, group: Group, lse: Any, d_lse: Any, d_output: Any) -> tuple[Any, Any]:
-    """Cotangents by name of one group's rows, and those of the terms; ``lse`` is finite."""
-    backend, settings = call.backend, call.options.settings
-    xp = backend.xp
-    view = View(settings, group, backend, gradient=True)
-    q, k, v, lse, d_output = (_batches(x, group) for x in (call.q, call.k, call.v, lse, d_output))
-    d_lse = None if d_lse is None else _batches(d_lse, group)
-    start, stop = group.q
-    b = group.b.stop - group.b.start
-    like = {"dtype": q.dtype, "device": device(q)}
-    lengths = {"q": stop - start, "query_logits": stop - start, "query_weights": stop - start}
-    found = {
-        "q": xp.zeros((b, q.shape[1], lengths["q"], q.shape[-1]), **like),
-        "k": xp.zeros((b, *k.shape[1:]), **like),
-        "v": xp.zeros((b, *v.shape[1:]), **like),
-    }
-    for mix in (call.logits, call.weights):
-        for n, x in mix.parts.items():
-            shape = x.shape if x.ndim == 2 else (b, lengths.get(n, x.shape[1]), *x.shape[2:])
-            found[n] = xp.zeros(shape, **like)
-    sums: dict[str, Any] = {}
-    for term in settings.terms:
-        sums |= term.start(view)
-
-    for queries, blocks in _runs(settings, group, xp):
-        rows = Span(queries.start - start, queries.stop - start)
-        scaled = queries.take(q) * call.scale
-        find = _Logits(call, view, scaled, k)
-        z = queries.take_last(lse)[:, None, ..., None]
-        d_o = queries.take(d_output)
-
-        def weigh(block: Block, find: _Logits = find, z: Any = z, d_o: Any = d_o) -> tuple[Any, ...]:
-            """What both walks need of a block: products, kept by terms, weights, projected cotangent, d_weights."""
-            products, logits, kept = find(block)
-            weights = view.seen(backend.exp_into(logits - z))
-            mixing = call.weights.on(view)
-            d_mixed = backend.matmul(d_o, xp.matrix_transpose(block.keys.take(v)), view.scratch, "d_mixed")
-            d_weights = xp.expand_dims(mixing.turned.apply(d_mixed), axis=1)
-            factor = view.dropout()
-            d_weights = view.seen(d_weights if factor is None else d_weights * factor)
-            return products, kept, weights, weights if factor is None else weights * factor, d_mixed, d_weights
-
-        shift: Any = 0.0 if d_lse is None else -queries.take_last(d_lse)[:, None, :, :, None]
-        for block in blocks:  # first walk: row sums of weights times d_weights
-            step = weigh(block)
-            shift = shift + xp.sum(step[2] * step[-1], axis=-1, keepdims=True)
-        for block in blocks:  # second walk: the gradients
-            products, kept, weights, dropped, d_mixed, d_weights = weigh(block) if len(blocks) > 1 else step
-            visible = None if view.visible is None else _heads(view.visible)
-            logits_mixing, mixing = call.logits.on(view), call.weights.on(view)
-            dropped = dropped[:, 0, ...]
-            d_v = _product(view, mixing, mixing.apply(dropped), d_o, transposed=True)
-            found["v"] = block.keys.accumulate(backend, found["v"], d_v)
-            own = mixing.pull(dropped, d_mixed, visible, "in")
-            _add(found, call.weights, own, rows, block.keys, backend)
-            d_logits = view.seen(weights * (d_weights - shift))
-            for term, kept_by_term in zip(reversed(settings.terms), reversed(kept), strict=True):
-                d_logits = term.pull(d_logits, kept_by_term, view, sums)
-            d_logits = d_logits[:, 0, ...]
-            own = logits_mixing.pull(products, d_logits, visible, "out")
-            _add(found, call.logits, own, rows, block.keys, backend)
-            turned = logits_mixing.turned
-            d_products = turned.apply(d_logits)
-            d_q = _product(view, turned, d_products, block.keys.take(k))
-            found["q"] = rows.accumulate(backend, found["q"], d_q)
-            d_k = _product(view, turned, d_products, scaled, transposed=True)
-            found["k"] = block.keys.accumulate(backend, found["k"], d_k)
-    d_q = found["q"]
-    own_q = q[..., start:stop, :]
-    found["scale"] = xp.sum(xp.where(d_q == 0, xp.zeros_like(d_q), d_q * own_q))
-    found["q"] = d_q * call.scale
-    return found, sums
-
-
-def _add(found: dict[str, Any], mix: _Mix, own: dict[str, Any], rows: Span, keys: Span, backend: Any) -> None:
-    """Add a block's cotangents of the parts of a projection."""
-    for name, x in mix.parts.items():
-        if x.ndim == 2:
-            found[name] = found[name] + own["static"]
-            continue
-        by, run = ("query", rows) if name.startswith("query") else ("key", keys)
-        index = (slice(None), slice(run.start, run.stop), ...)
-        found[name] = backend.accumulate(found[name], index, own[by])
+    logits = Mix({n: flat[n] for n in ("logits_projection", "query_logits", "key_logits") if n in flat}, (x, h))
+    weights = Mix({n: flat[n] for n in ("weights_projection", "query_weights", "key_weights") if n in flat}, (h, y))
+    return Call(flat["q"], flat["k"], flat["v"], read.settings.scale, logits, weights, read, backend, lead)
 
 
 # ------------------------------------------------------------------------------------------------ counts, example
@@ -627,7 +304,7 @@ def _walked(settings: AttentionSettings) -> tuple[int, int, int]:
         return once, twice, int(np.max(rows * np.minimum(keys, KEYS), initial=0))
     for times, group in costs.distinct_groups(settings):
         units = times * (group.b.stop - group.b.start)
-        for queries, blocks in _runs(settings, group, np):
+        for queries, blocks in runs(settings, group, np):
             pairs = [(queries.stop - queries.start) * (n.keys.stop - n.keys.start) for n in blocks]
             once, twice = once + units * sum(pairs) * (len(blocks) == 1), twice + units * sum(pairs) * (len(blocks) > 1)
             largest = max(largest, units // times * max(pairs))

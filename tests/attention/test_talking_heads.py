@@ -1,8 +1,9 @@
-"""talking_heads_attention: gradients, definition, dynamic parts, both walks, poison, stored cases, counts, mistakes."""
+"""talking_heads_attention: gradients, definition, dynamic parts, both walks, poison, stored cases, counts."""
 
 import numpy as np
 import pytest
 from contract.cases.talking_heads import CASES, PARTS, B, D, E, H, K, Q, X, Y, base
+from contract.score_mods import bend_with_derivative
 from support import assert_close, cases, random_cotangents
 
 import refattn as ra
@@ -213,3 +214,70 @@ def test_bad_input(name):
     change, kind, message = BAD[name]
     with pytest.raises(kind, match=message):
         attention.forward(**{**base(), **change})
+
+
+# ---------------------------------------------------------------------- faults that were found
+
+
+@pytest.mark.parametrize("more", [{}, {"score_mod": bend_with_derivative}, {"algorithm": "tiled"}], ids=str)
+@pytest.mark.parametrize("name", ["q", "k", "v", *PARTS])
+def test_one_array_with_a_batch_axis_that_the_others_lack(name, more):
+    given = {n: x[0] if n in ("q", "k", "v", *PARTS) else x for n, x in base(3, dynamic=True).items()}
+    given[name] = np.stack([given[name], 0.5 * given[name], given[name] + 1])
+    result, pullback = attention.vjp(**given, **more)
+    want, pull = attention.definition.vjp(**given, **{n: x for n, x in more.items() if n == "score_mod"})
+    cotangents = random_cotangents(attention, result, rng(2))
+    assert_close(result.output, want.output, 60 * EPS)
+    for n, g in pull(**cotangents).items():
+        assert_close(pullback(**cotangents)[n], g, 300 * EPS)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("dtype, size", [(np.float32, 100), (np.float64, 1e8)])
+def test_weights_are_exact_at_large_logits(dtype, size, sign):
+    """Weights of exp(logit - lse) would be off by the rounding of the lse: a thousandth at logits of 1e4 in float32."""
+    q, k, v = (np.full((2, n, 1), x, dtype) for n, x in ((3, size), (4, sign * size), (4, 1)))
+    result, pullback = attention.vjp(q, k, v, scale=1.0)
+    assert (result.output == 1).all()
+    assert (pullback(np.ones_like(result.output))["v"] == 0.75).all()
+    assert (attention.definition(q, k, v, scale=1.0).output == 1).all()
+
+
+@pytest.mark.parametrize("algorithm", ["whole", "tiled"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_dynamic_parts_of_padding_and_hidden_keys_reach_nothing(poison, algorithm):
+    given = {**base(5, dynamic=True), "query_lengths": [2, 3], "mask": np.arange(K) != 2}
+    dirty = {n: x.copy() if n in PARTS else x for n, x in given.items()}
+    for n in ("query_logits", "query_weights"):
+        dirty[n][0, 2] = poison
+    for n in ("key_logits", "key_weights"):
+        dirty[n][:, 2] = poison
+    results, pulled = [], []
+    for arguments in (given, dirty):
+        result, pullback = attention.vjp(**arguments, algorithm=algorithm)
+        results.append(result)
+        pulled.append(pullback(**random_cotangents(attention, result, rng(2))))
+        call, pull = attention.definition.vjp(**arguments)
+        assert_close(result.output, call.output, 60 * EPS)
+        for n, g in pull(**random_cotangents(attention, result, rng(2))).items():
+            assert_close(pulled[-1][n], g, 300 * EPS)
+    assert_close(results[1].output, results[0].output, 60 * EPS)
+    for n, g in pulled[0].items():
+        assert_close(pulled[1][n], g, 300 * EPS)
+
+
+def test_kept_logits_are_minus_infinity_where_a_bias_hides_and_in_padding():
+    bias = np.where(np.arange(K) == 1, -np.inf, 0.0)
+    given = {**base(6), "bias": bias[None], "key_lengths": [3, 5], "query_lengths": [3, 1]}
+    kept, want = attention.forward(**given, keep_weights=True), attention.definition(**given, keep_weights=True)
+    np.testing.assert_array_equal(np.isneginf(kept.logits), np.isneginf(want.logits))
+    assert np.isneginf(kept.logits[..., 1]).all()
+    assert np.isneginf(kept.logits[0, ..., 3:]).all()
+    assert np.isneginf(kept.logits[1, :, 1:]).all()
+
+
+def test_kept_logits_stand_in_tiles_that_nobody_sees_too():
+    given = {**base(7, q=300, k=2100), "causal": True, "align": "upper_left"}
+    kept, want = attention.forward(**given, keep_weights=True), attention.definition(**given, keep_weights=True)
+    assert_close(kept.logits, want.logits, 100 * EPS)
+    assert_close(kept.weights, want.weights, 100 * EPS)

@@ -17,8 +17,6 @@ OPEN = {
         "routing": "masks masks_shared masks_members",
         # scores of rows that the causal sort drops reach d_temperature
         "sinkhorn": "one_block_causal",
-        # dynamic coefficients at padded queries and hidden keys reach outputs, d_q, d_k, d_v, d_scale
-        "talking_heads": "mask_empty_row lengths together",
         # infinities in queries of empty rows warn: "invalid value encountered in multiply"
         "transformer_xl": "more_queries_than_keys mask_empty_row together",
     },
