@@ -183,7 +183,6 @@ STILL_MATMUL = {
     "attention/adaptive_span.py",
     "attention/blocks/routing.py",
     "attention/routing.py",
-    "attention/talking_heads.py",
 }
 """Files that are still to be converted; the list only shrinks."""
 
