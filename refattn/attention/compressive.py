@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from refattn.arrays import broadcast_leading, namespace, require_axes, require_integer, require_one_of
+from refattn.arrays import broadcast_leading, namespace, require_array, require_axes, require_integer, require_one_of
 from refattn.attention import transformer_xl
 from refattn.contraction import einsum
 from refattn.core import options
@@ -117,9 +117,9 @@ def forward(
     xp = namespace(x, w_q)
     named = {n: a for n, a in (("compressed", compressed), ("memory", memory), ("x", x)) if a is not None}
     sizes = {}
+    require_array("x", x, axes=2)
     for name, a in named.items():
-        if a.ndim < 2:
-            raise ValueError(f"{name} has shape {tuple(a.shape)}: expected (..., rows, m)")
+        require_array(name, a, axes=2)
         if a.shape[-1] != x.shape[-1]:
             raise ValueError(
                 f"{name} has shape {tuple(a.shape)}: expected {x.shape[-1]} channels like x {tuple(x.shape)}"
@@ -132,15 +132,16 @@ def forward(
     context = [xp.broadcast_to(a, (*lead, *a.shape[-2:])) for a in named.values()]
     context = context[0] if len(context) == 1 else xp.concat(context, axis=-2)
     places = _places(sizes.get("compressed", 0), sizes.get("memory", 0) + sizes["x"], compressed_positions, rate)
+    with backend.quiet():  # rows that nobody sees may be infinite
+        q = einsum("...qm,mhd->...hqd", x, w_q)
+        k = einsum("...km,mhd->...hkd", context, w_k)
+        v = einsum("...km,mhe->...hke", context, w_v)
     heads, inner = transformer_xl.forward(
-        einsum("...qm,mhd->...hqd", x, w_q),
-        einsum("...km,mhd->...hkd", context, w_k),
-        einsum("...km,mhe->...hke", context, w_v),
-        r=r, u=u, w=w, key_places=places, same_length=same_length, keep_terms=keep_terms,
+        q, k, v, r=r, u=u, w=w, key_places=places, same_length=same_length, keep_terms=keep_terms,
         backend=backend, algorithm=algorithm, **shared,
     )  # fmt: skip
     output = heads.output if w_o is None else einsum("...hqe,hem->...qm", heads.output, w_o)
-    saved = (x, context, sizes, (w_q, w_k, w_v, w_o), heads.output, inner, through_memory)
+    saved = (x, context, sizes, (w_q, w_k, w_v, w_o), heads.output, inner, through_memory, backend)
     return Result(**{**heads.fields, "output": output}), saved
 
 
@@ -160,7 +161,7 @@ def _places(n_compressed: int, n_rest: int, compressed_positions: str, rate: int
 def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
     """Cotangents of x and every weight, and of the memories where they are wanted; those of the attention in between as
     in ``transformer_xl``."""
-    x, context, sizes, (w_q, w_k, w_v, w_o), heads, inner, through_memory = saved
+    x, context, sizes, (w_q, w_k, w_v, w_o), heads, inner, through_memory, backend = saved
     gradients = {}
     d_heads = output
     if w_o is not None and output is not None:
@@ -168,9 +169,10 @@ def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
         gradients["w_o"] = einsum("...hqe,...qm->hem", heads, output)
     gradients.update(transformer_xl.backward(inner, output=d_heads, lse=lse))
     d_q, d_k, d_v = (gradients.pop(n) for n in ("q", "k", "v"))
-    gradients["w_q"] = einsum("...qm,...hqd->mhd", x, d_q)
-    gradients["w_k"] = einsum("...km,...hkd->mhd", context, d_k)  # through the rows of the memories too
-    gradients["w_v"] = einsum("...km,...hke->mhe", context, d_v)
+    with backend.quiet():
+        gradients["w_q"] = _through_rows("...qm,...hqd->mhd", x, d_q)
+        gradients["w_k"] = _through_rows("...km,...hkd->mhd", context, d_k)  # through the rows of the memories too
+        gradients["w_v"] = _through_rows("...km,...hke->mhe", context, d_v)
     d_context = einsum("...hkd,mhd->...km", d_k, w_k) + einsum("...hke,mhe->...km", d_v, w_v)
     start = 0
     for name, n in sizes.items():
@@ -181,6 +183,18 @@ def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
         elif through_memory:
             gradients[name] = part
     return gradients
+
+
+def _through_rows(spec: str, rows: Any, d: Any) -> Any:
+    """The gradient of a projection; a row without a cotangent adds nothing, be it NaN or infinite."""
+    xp = namespace(rows)
+    if bool(xp.all(xp.isfinite(rows))):
+        return einsum(spec, rows, d)
+    used = xp.any(d != 0, axis=-1, keepdims=True)  # (..., h, rows, 1)
+    rows = xp.expand_dims(rows, axis=-3)
+    by_head = xp.where(used, rows, xp.zeros_like(rows))
+    first, rest = spec.split(",", 1)
+    return einsum(f"...h{first.removeprefix('...')},{rest}", by_head, d)
 
 
 def cost(

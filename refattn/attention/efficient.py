@@ -74,8 +74,10 @@ def forward(q: Any, k: Any, v: Any, *, key_lengths: Any = None) -> tuple[Result,
             raise ValueError(f"key_lengths is {counts.tolist()}: expected between 0 and {k.shape[-2]}")
         counts = np.array(np.broadcast_to(counts, (math.prod(lead),))).reshape(*lead, 1, 1)
         real_keys = xp.arange(k.shape[-2]) < to_namespace(counts, xp, like=k)  # (..., 1, k)
-        v = xp.where(real_keys[..., None], v, xp.zeros_like(v))
+        v = _selected(real_keys[..., None], v)
     over_channels, _ = masked_softmax(q)
+    if real_keys is not None:  # a batch entry without keys reads no query
+        over_channels = _selected(xp.any(real_keys, axis=-1)[..., None, None], over_channels)
     columns = xp.matrix_transpose(k)  # (..., h, d, k)
     over_keys, _ = masked_softmax(columns, None if real_keys is None else real_keys[..., None, :])
     context = einsum("...hdk,...hke->...hde", over_keys, v)
@@ -94,12 +96,16 @@ def backward(saved: Any, *, output: Any) -> dict[str, Any]:
     d_keys = einsum("...hde,...hke->...hdk", d_context, v)
     d_v = einsum("...hdk,...hde->...hke", over_keys, d_context)
     if real_keys is not None:
-        d_v = xp.where(real_keys[..., None], d_v, xp.zeros_like(d_v))
+        d_v = _selected(real_keys[..., None], d_v)
     return {
         "q": masked_softmax_backward(over_channels, d_channels),
         "k": xp.matrix_transpose(masked_softmax_backward(over_keys, d_keys)),
         "v": d_v,
     }
+
+
+def _selected(keep: Any, x: Any) -> Any:
+    return namespace(x).where(keep, x, namespace(x).zeros_like(x))
 
 
 def cost(*, b: int = 1, h: int = 1, q: int, k: int, d: int, e: int | None = None) -> Counts:

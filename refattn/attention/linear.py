@@ -36,6 +36,7 @@ from refattn.arrays import (
     require_axes,
     require_finite,
     require_integer,
+    require_number,
     require_one_of,
     to_namespace,
 )
@@ -49,7 +50,7 @@ from refattn.records import Counts, Elements, Pass, Result
 __all__ = ["linear_attention"]
 
 FEATURES = ("elu", "identity")
-FORMS = ("parallel", "recurrent", "chunked")
+FORMS = ("auto", "parallel", "recurrent", "chunked")
 
 
 def forward(
@@ -65,7 +66,7 @@ def forward(
     state: Any = None,
     normalizer: Any = None,
     key_lengths: Any = None,
-    form: str = "parallel",
+    form: str = "auto",
     chunk: int = 64,
     backend: Any,
 ) -> tuple[Result, Any]:
@@ -92,9 +93,10 @@ def forward(
         Sum of phi(k) over earlier keys; left out: 0, whether or not a state is given.
     key_lengths : ints per batch
         Keys beyond are padding.
-    form : {"parallel", "recurrent", "chunked"}
+    form : {"auto", "parallel", "recurrent", "chunked"}
         Order of the sum: the same numbers up to rounding.  Causal: the parallel form holds a (q, k) matrix, the chunked one
-        (chunk, chunk) matrices and a state for each chunk.
+        (chunk, chunk) matrices and a state for each chunk.  "auto" takes chunks where it is causal: its memory is linear
+        in the length.
     chunk : int
         Positions of a piece of the chunked form.
 
@@ -134,7 +136,7 @@ def forward(
     require_one_of("feature_map", feature_map, FEATURES)
     require_one_of("form", form, FORMS)
     chunk = require_integer("chunk", chunk, minimum=1)
-    require_finite("normalize_eps", normalize_eps)
+    normalize_eps = require_number("normalize_eps", normalize_eps, minimum=0)
     if causal and sizes["q"] != sizes["k"]:
         raise ValueError(
             f"causal linear attention needs as many queries as keys: q has shape {tuple(q.shape)}, k {tuple(k.shape)}"
@@ -151,7 +153,7 @@ def forward(
         phi_k, values = _selected(keep, phi_k), _selected(keep, values)
     start = _joined(state, normalizer, (*lead, sizes["h"], sizes["d"], sizes["e"]), v)
 
-    pieces = _pieces(sizes["k"], {"parallel": max(1, sizes["k"]), "recurrent": 1, "chunked": chunk}[form])
+    pieces = _pieces(sizes["k"], _piece(form, causal, sizes["k"], chunk))
     f = phi_q * scale
     with backend.quiet():
         states, sums, weighted = [], start, []
@@ -189,7 +191,7 @@ def backward(saved: Any, *, output: Any, state: Any, normalizer: Any) -> dict[st
             d_n = _selected(xp.logical_not(empty), d_y / divisor)
             d_divisor = -xp.sum(d_n * y, axis=-1, keepdims=True)
         else:
-            d_n, d_divisor = d_y, xp.zeros_like(y[..., :1])
+            d_n, d_divisor = d_y, xp.zeros((*y.shape[:-1], 1), dtype=y.dtype, device=device(y))
         d_total = xp.concat([d_n, d_divisor], axis=-1)
         d_sums = _joined(state, normalizer, tuple(sums[..., :-1].shape), values)
         if not causal:
@@ -281,6 +283,13 @@ def _joined(state: Any, normalizer: Any, shape: tuple[int, ...], like: Any) -> A
     return xp.concat([xp.broadcast_to(state, shape), column], axis=-1)
 
 
+def _piece(form: str, causal: bool, length: int, chunk: int) -> int:
+    """Positions of a piece."""
+    if form == "auto":
+        form = "chunked" if causal else "parallel"
+    return {"parallel": max(1, length), "recurrent": 1, "chunked": chunk}[form]
+
+
 def _pieces(length: int, size: int) -> list[slice]:
     return [slice(s, min(s + size, length)) for s in range(0, length, size)]
 
@@ -316,7 +325,7 @@ def cost(
     d: int,
     e: int | None = None,
     causal: bool = False,
-    form: str = "parallel",
+    form: str = "auto",
     chunk: int = 64,
 ) -> Counts:
     """Counts of one call; the normalizer is one more value channel, so that each e below is e + 1.
@@ -328,7 +337,7 @@ def cost(
     require_sizes(b=b, h=h, q=q, k=k, d=d, e=e)
     require_one_of("form", form, FORMS)
     wide, units = e + 1, b * h
-    step = {"parallel": max(1, k), "recurrent": 1, "chunked": require_integer("chunk", chunk, minimum=1)}[form]
+    step = _piece(form, causal, k, require_integer("chunk", chunk, minimum=1))
     whole, rest = divmod(k, step)  # pieces of ``step`` positions, and one of the others
     visible = whole * (step * (step + 1) // 2) + rest * (rest + 1) // 2 if causal else 0
     computed = whole * step * step + rest * rest if causal else 0

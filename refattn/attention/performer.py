@@ -37,8 +37,8 @@ from refattn.arrays import (
     namespace,
     real,
     require_axes,
-    require_finite,
     require_integer,
+    require_number,
     require_one_of,
 )
 from refattn.attention import linear
@@ -147,8 +147,8 @@ def forward(
     if not sizes["n"]:
         raise ValueError(f"features has shape {tuple(features.shape)}: expected at least one row")
     eps = KERNELS[kernel] if eps is None else eps
-    require_finite("eps", eps)
-    require_finite("key_sum_eps", key_sum_eps)
+    eps = require_number("eps", eps, minimum=0)
+    key_sum_eps = require_number("key_sum_eps", key_sum_eps, minimum=0)
     if causal and sizes["q"] != sizes["k"]:
         raise ValueError(
             f"causal Performer attention needs as many queries as keys: q has shape {tuple(q.shape)}, k {tuple(k.shape)}"
@@ -165,7 +165,6 @@ def forward(
         causal=causal,
         scale=1.0,
         normalizer=xp.full_like(phi_k[..., 0, :], key_sum_eps) if key_sum_eps and sizes["k"] else None,
-        form="chunked" if causal else "parallel",
         chunk=chunk,
         backend=backend,
     )
@@ -233,8 +232,7 @@ def cost(
     """Counts: linear attention on n features, and n d multiply-adds for each query and key to make them (twice that backward)."""
     e = d if e is None else e
     require_sizes(b=b, h=h, q=q, k=k, d=d, e=e, n=n)
-    form = "chunked" if causal else "parallel"
-    core = linear.cost(b=b, h=h, q=q, k=k, d=n, e=e, causal=causal, form=form, chunk=chunk)
+    core = linear.cost(b=b, h=h, q=q, k=k, d=n, e=e, causal=causal, chunk=chunk)
     positions = b * h * (q + k)
     inputs, features = Elements(storage=positions * d + n * d), Elements(storage=positions * n)
     kept = Elements(compute=positions * (n + d))

@@ -42,8 +42,8 @@ from refattn.arrays import (
     is_integer,
     namespace,
     require_axes,
-    require_finite,
     require_integer,
+    require_number,
     require_one_of,
     to_namespace,
 )
@@ -175,7 +175,7 @@ def forward(
     require_one_of("key_norm", key_norm, (None, "l2"))
     require_one_of("causal_by", causal_by, ("position", "rank"))
     require_one_of("self_attention", self_attention, ("always", "last_resort", "never"))
-    require_finite("average_eps", average_eps)
+    average_eps = require_number("average_eps", average_eps, minimum=0)
     h, c, t, t_k, d = sizes["h"], centroids.shape[-2], sizes["t"], k.shape[-2], sizes["d"]
     if c == 0:
         raise ValueError(f"centroids has shape {tuple(centroids.shape)}: expected at least one cluster")
@@ -199,8 +199,8 @@ def forward(
                 route = normalise(x, cluster_normalize)
             routes.append(route)
             routed.append(Routed(route[0], keep, projection))
+        widths = _widths(cluster_size, t, t_k, c)
         if members is None:
-            widths = _widths(cluster_size, t, t_k, c)
             alike = same and widths[0] == widths[1] and query_mask is key_mask
             chosen_q = routed[0].members(centroids, widths[0], backend)
             if alike:

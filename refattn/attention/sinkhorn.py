@@ -367,7 +367,7 @@ def backward(saved: Any, *, output: Any) -> dict[str, Any]:
         "k": whole(found[0]),
         "v": whole(found[1]),
         "sort_logits": d_scores / temperature,
-        "temperature": -xp.sum(d_scores * _where(seen, scores)) / temperature,
+        "temperature": -xp.sum(d_scores * _where(d_scores != 0, scores)) / temperature,
         "scale": xp.sum(seen_products),
     }
 

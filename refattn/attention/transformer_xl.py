@@ -44,8 +44,10 @@ from refattn.arrays import (
     broadcast_leading,
     device,
     flatten_leading,
+    is_array,
     is_integer,
     namespace,
+    require_array,
     require_axes,
     require_integer,
     to_namespace,
@@ -193,7 +195,7 @@ def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:
         gradients["r"] = xp.reshape(d_r, (*(lead if d_r.shape[0] != 1 else (1,) * len(lead)), *d_r.shape[1:]))
         if given["w"] is not None:
             gradients["w"] = einsum("...hqd->hd", d_position)
-        gradients["scale"] = gradients["scale"] + xp.sum(xp.where(d_raw == 0, xp.zeros_like(d_raw), d_raw * q_position))
+        gradients["scale"] = gradients["scale"] + xp.sum(d_raw * xp.where(d_raw == 0, xp.zeros_like(d_raw), q_position))
     if given["position_bias"] is not None:
         d_bias = found["relative_bias"]
         gradients["position_bias"] = scale * d_bias
@@ -206,18 +208,19 @@ def _check(
 ) -> tuple[int, int, int, np.ndarray | None]:
     """Counts of queries, keys and table rows, and the places of the keys; every disagreement is an error here."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim < 3:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: expected at least 3 axes (..., h, length, channel)")
+        require_array(name, x, axes=3)
     sizes = require_axes(q=(q, "... h q d"), k=(k, "... h k d"), v=(v, "... h k e"))
     n_q, n_k = sizes["q"], sizes["k"]
     places = None
     if key_places is not None:
-        places = to_numpy(key_places) if not isinstance(key_places, (list, tuple)) else np.asarray(key_places)
-        own = places[max(0, n_k - n_q) :]
+        if not (is_array(key_places) or isinstance(key_places, (list, tuple))):
+            raise TypeError(f"key_places is a {type(key_places).__name__}: expected {n_k} integers from 0, one per key")
+        places = to_numpy(key_places) if is_array(key_places) else np.asarray(key_places)
         if not is_integer(places.dtype) or places.shape != (n_k,) or (n_k and places[0] < 0):
             raise ValueError(
                 f"key_places is {places.dtype} {places.shape}: expected {n_k} integers from 0, one per key"
             )
+        own = places[max(0, n_k - n_q) :]
         if (np.diff(places) < 1).any() or (np.diff(own) != 1).any():
             raise ValueError(f"key_places is {places.tolist()}: expected rising places, the last {n_q} one by one")
         places = places.astype(np.int64)

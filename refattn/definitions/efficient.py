@@ -9,7 +9,7 @@ Source: Shen, Zhang, Zhao, Yi, Li 2018, arXiv:1812.01243, section 3.2, equation 
 
 import numpy as np
 
-from refattn.definitions.scaled_dot_product import divide
+from refattn.definitions.scaled_dot_product import divide, per_batch
 from refattn.definitions.steps import Definition, einsum, step
 
 __all__ = ["Efficient", "definition"]
@@ -32,9 +32,7 @@ class Efficient(Definition):
         keys = self.k.shape[-2]
         if self.key_lengths is None:
             return np.ones((1, keys, 1), dtype=bool)
-        lengths = np.asarray(self.key_lengths)
-        lengths = np.broadcast_to(lengths.reshape(self.lead) if lengths.size > 1 else lengths.reshape(()), self.lead)
-        return np.arange(keys)[:, None] < lengths[..., None, None, None]
+        return np.arange(keys)[:, None] < per_batch(self.key_lengths, self.lead)
 
     @step
     def values(self):
@@ -64,9 +62,10 @@ class Efficient(Definition):
 
     @step
     def query_weights(self):
-        """exp(q - maximum) / their sum over channels"""
+        """exp(q - maximum) / their sum over channels; 0 in a batch entry without keys"""
         total = self.query_exponentials.sum(self.query_axis, keepdims=True)
-        return divide(self.query_exponentials, total)
+        some = self.real_keys.any(-2, keepdims=True)
+        return np.where(some, divide(self.query_exponentials, total), 0.0)
 
     # ------------------------------------------------------------------ the keys' softmax
 
@@ -131,7 +130,7 @@ class Efficient(Definition):
     @step
     def d_query_logits(self):
         """weights (d_weights - delta)"""
-        return self.query_weights * (self.d_query_weights - self.query_delta)
+        return np.where(self.query_weights == 0, 0.0, self.query_weights * (self.d_query_weights - self.query_delta))
 
     @step
     def d_q(self):
@@ -150,7 +149,7 @@ class Efficient(Definition):
     @step
     def d_key_logits(self):
         """weights (d_weights - delta)"""
-        return self.key_weights * (self.d_key_weights - self.key_delta)
+        return np.where(self.key_weights == 0, 0.0, self.key_weights * (self.d_key_weights - self.key_delta))
 
     @step
     def d_k(self):

@@ -9,6 +9,7 @@ Source: Katharopoulos, Vyas, Pappas, Fleuret 2020, arXiv:2006.16236, sections 3.
 
 import numpy as np
 
+from refattn.definitions.scaled_dot_product import per_batch
 from refattn.definitions.steps import Definition, contract, einsum, step
 
 __all__ = ["Linear", "definition"]
@@ -102,9 +103,7 @@ class Linear(Definition):
         """Keys that are no padding, (..., 1, k, 1)."""
         if self.key_lengths is None:
             return np.ones((1, self.keys, 1), dtype=bool)
-        lengths = np.asarray(self.key_lengths)
-        lengths = np.broadcast_to(lengths.reshape(self.lead) if lengths.size > 1 else lengths.reshape(()), self.lead)
-        return np.arange(self.keys)[:, None] < lengths[..., None, None, None]
+        return np.arange(self.keys)[:, None] < per_batch(self.key_lengths, self.lead)
 
     @step
     def visible_by_causal(self):

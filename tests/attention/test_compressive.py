@@ -56,6 +56,27 @@ def test_projections_learn_through_memory_rows():
     assert_close(detached["w_q"], gradients["w_q"], 200 * EPS)
 
 
+@pytest.mark.parametrize("hidden", [np.nan, np.inf])
+def test_hidden_rows_reach_no_projection(hidden):
+    """Row 0 of the memory and of the compressed rows is masked for every query of head 0, that of x too."""
+    a = base(12)
+    rows = sum(a[n].shape[-2] for n in ("compressed", "memory", "x"))
+    seen = np.ones((1, rows), bool)
+    first = (0, a["compressed"].shape[-2], rows - a["x"].shape[-2])
+    seen[:, first] = False
+    a.update(mask=np.broadcast_to(seen, (1, a["x"].shape[-2], rows)).copy())
+    a["mask"][:, 0] = False  # nor is the first row of x a query
+    result, pullback = attention.vjp(**a)
+    want = pullback(np.ones_like(result.output))
+    poisoned = {n: a[n].copy() for n in ("compressed", "memory", "x")}
+    for x in poisoned.values():
+        x[..., 0, :] = hidden
+    result, pullback = attention.vjp(**{**a, **poisoned})
+    got = pullback(np.ones_like(result.output))
+    for name in ("w_q", "w_k", "w_v", "w_o", "r", "u", "w"):
+        assert_close(got[name], want[name], 1e-12)
+
+
 def test_cost_equals_counted_products():
     sizes = {"b": 2, "h": 2, "q": 6, "k": 5, "n": 3, "m": 8, "d": 4, "e": 3}
     a = attention.example(rng(11), **sizes)

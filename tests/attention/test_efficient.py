@@ -56,6 +56,12 @@ def test_stored_case_of_linear_attention_transformer():
             assert_close(g, arrays["grad_" + n], 1e-9)
 
 
+def test_without_channels_the_output_is_zero():
+    result, pullback = attention.vjp(np.zeros((1, 2, 0)), np.zeros((1, 3, 0)), np.ones((1, 3, 2)))
+    assert result.output.tolist() == [[[0.0, 0.0], [0.0, 0.0]]]
+    assert (pullback(np.ones((1, 2, 2)))["v"] == 0).all()
+
+
 BAD = {
     "channels": ({"k": np.zeros((2, 2, 5, 4))}, ValueError, "k has shape (2, 2, 5, 4): its axis 'd'"),
     "values": ({"v": np.zeros((2, 2, 4, 2))}, ValueError, "v has shape (2, 2, 4, 2): its axis 'k'"),

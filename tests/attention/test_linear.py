@@ -1,5 +1,7 @@
 """linear_attention: gradients, the three forms, a state carried across splits, definition, stored cases, counts."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from contract.cases.linear import FORMS, B, D, E, H, N, arguments
@@ -139,7 +141,29 @@ def check(given, arrays, tolerance):
 
 # ------------------------------------------------------------------------------------------------ mistakes and bad input
 
+
+def test_causal_memory_is_linear_in_the_length_by_default():
+    n, d = 4096, 8
+    x = np.zeros((1, n, d), np.float32)
+    tracemalloc.start()
+    try:
+        attention(x, x, x, causal=True)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * 20 * n * d  # a (q, k) matrix has 4 n n bytes, 25 times as many
+
+
+def test_an_unnormalised_causal_sum_of_no_value_channels():
+    given = attention.example(rng(0), k=4, e=0, causal=True, normalize=False)
+    result, pullback = attention.vjp(**given)
+    assert result.output.shape == (2, 3, 4, 0)
+    assert (pullback(output=result.output)["q"] == 0).all()
+
+
 BAD = {
+    "eps": ({"normalize_eps": -1.0}, ValueError, "normalize_eps is -1.0: expected at least 0"),
+
     "unequal": ({"causal": True, "q": np.zeros((B, H, 5, D))}, ValueError, "as many queries as keys"),
     "map": ({"feature_map": "relu"}, ValueError, "feature_map is 'relu'"),
     "form": ({"form": "tiled"}, ValueError, "form is 'tiled'"),

@@ -144,6 +144,7 @@ BAD = {
     "heads": ({"features": np.zeros((2, 4, 3))}, ValueError, "features has shape (2, 4, 3): expected 2 axes (n d)"),
     "none": ({"features": np.zeros((0, 3))}, ValueError, "features has shape (0, 3): expected at least one row"),
     "eps": ({"eps": float("nan")}, ValueError, "eps is nan"),
+    "eps_negative": ({"eps": -1.0}, ValueError, "eps is -1.0: expected at least 0"),
     "sum_eps": ({"key_sum_eps": float("inf")}, ValueError, "key_sum_eps is inf"),
     "chunk": ({"chunk": 0}, ValueError, "chunk is 0: expected at least 1"),
     "mask": ({"mask": np.ones((4, 5), bool)}, TypeError, "has no option 'mask'"),

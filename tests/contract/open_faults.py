@@ -7,21 +7,8 @@ OPEN = {
     "never_read": {
         # NaN in keys beyond the reach or behind the mask reaches d_q, d_scale; in q of an empty row it reaches d_key_positions
         "adaptive_span": "plain no_positions slots dynamic dynamic_shared mask mask_empty_row no_memory small_span scale",
-        # a hidden compressed row reaches d_w_k and d_w_v
-        "compressive": "same_length",
-        # queries of a batch entry without keys reach output and d_q
-        "efficient": "no_keys",
         # padded q and q_global reach d_labels
         "etc": "lengths no_keys",
-        # the gradient of a masked token itself is NaN
-        "routing": "masks masks_shared masks_members",
-        # scores of rows that the causal sort drops reach d_temperature
-        "sinkhorn": "one_block_causal",
-        # infinities in queries of empty rows warn: "invalid value encountered in multiply"
-        "transformer_xl": "more_queries_than_keys mask_empty_row together",
-    },
-    "cotangents": {
-        "efficient": "no_keys",  # a NaN cotangent of a row without keys reaches d_q
     },
     "counted": {
         "etc": "0 1",  # its cost refuses clip, an option of its own

@@ -25,8 +25,12 @@ def normalise_backward(done: tuple[Any, Any, str | None], d_normal: Any) -> Any:
     if kind is None:
         return d_normal
     if kind == "layer":
-        return layer_norm_backward(normal, factor, d_normal)
-    return unit_norm_backward(normal, factor, d_normal, UNIT_EPS)
+        d_x = layer_norm_backward(normal, factor, d_normal)
+    else:
+        d_x = unit_norm_backward(normal, factor, d_normal, UNIT_EPS)
+    xp = namespace(d_x)
+    untouched = xp.all(d_normal == 0, axis=-1, keepdims=True)  # masked tokens, NaN or not
+    return xp.where(untouched, xp.zeros_like(d_x), d_x)
 
 
 def nearest_centroid(x: Any, centroids: Any) -> Any:
