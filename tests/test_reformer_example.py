@@ -26,7 +26,8 @@ def test_depth_costs_the_ordinary_stack_only(capsys):
     assert table["reversible"][-1] <= 1.1 * table["reversible"][0]
     assert 7 < table["ordinary"][-1] / table["ordinary"][0] < 9
     assert table["buckets"][-1] == 8 * table["buckets"][0]
-    assert max(table["error"]["float64"]) < 1e-12 < max(table["error"]["float32"]) < 1e-3
+    # 16 layers of 1e-13 each (tests/support.py), which later layers pass on with slopes of order 1
+    assert max(table["error"]["float64"]) < 1e-11 < max(table["error"]["float32"]) < 1e-3
 
 
 def test_data_and_picture(tmp_path, monkeypatch):

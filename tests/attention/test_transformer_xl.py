@@ -18,6 +18,7 @@ def rng(seed=0):
     return np.random.default_rng(seed)
 
 
+@pytest.mark.bitwise  # what is made up needs memory too
 def test_memory_is_linear_in_the_length():
     """2048 x 4096 logits in float64 would be 64 MiB; a few tiles and the arrays are a fraction of it."""
     arguments = attention.example(rng(4), b=1, h=1, q=2048, k=4096, d=4, e=4)
