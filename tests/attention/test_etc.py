@@ -56,6 +56,23 @@ def test_counts():
     assert 3.8 < long.computed_multiplies / short.computed_multiplies < 4.3
 
 
+def test_padded_queries_reach_nothing_but_their_own_gradients():
+    given = arguments("lengths", 9)
+    clean, pullback = attention.vjp(**given)
+    cotangents = {"output": np.ones_like(clean.output), "output_global": np.ones_like(clean.output_global)}
+    want = pullback(**cotangents)
+    for value in (np.nan, np.inf):
+        dirty = {n: x.copy() if isinstance(x, np.ndarray) else x for n, x in given.items()}
+        for n, ends in (("q", "lengths"), ("k", "lengths"), ("v", "lengths"), ("q_global", "global_lengths")):
+            for b, end in enumerate(given[ends]):
+                dirty[n][b, :, end:] = value
+        result, pullback = attention.vjp(**dirty)
+        assert np.array_equal(result.output, clean.output)
+        assert np.array_equal(result.output_global, clean.output_global)
+        for n, g in pullback(**cotangents).items():
+            assert np.array_equal(g, want[n]), n
+
+
 BAD = {
     "radius": ({"radius": -1}, ValueError, "radius is -1: expected at least 0"),
     "clip": ({"clip": 4}, ValueError, "clip is 4, so that distances have 9 labels: labels has 7 rows"),

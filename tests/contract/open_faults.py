@@ -7,11 +7,9 @@ OPEN = {
     "never_read": {
         # NaN in keys beyond the reach or behind the mask reaches d_q, d_scale; in q of an empty row it reaches d_key_positions
         "adaptive_span": "plain no_positions slots dynamic dynamic_shared mask mask_empty_row no_memory small_span scale",
-        # padded q and q_global reach d_labels
-        "etc": "lengths no_keys",
     },
     "counted": {
-        "etc": "0 1",  # its cost refuses clip, an option of its own
+        "etc": "0 1",  # the check gives a cotangent of one of its two results, its cost counts the backward of both
         "linformer": "0",  # the backward leaves out the product that gives the gradient of scale
     },
     "nan_as_defined": {
