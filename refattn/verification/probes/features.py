@@ -395,6 +395,8 @@ def possible(row: Mapping[str, str], features: Mapping[str, Feature]) -> bool:
     if sum(n in HIDING for n, _ in on) > MOST_HIDING or sum(bool(x.options) for _, x in on) > MOST_OPTIONS:
         return False
     batches = features["shape"].levels[row["shape"]].sizes.get("b", 2) if "shape" in row else 2
+    if row.get("sinks") == "hidden" and any(n in HIDING for n, _ in on):
+        return False  # a row without keys whose sinks are -inf too: nobody says what it gives
     lengths = row.get("lengths")
     if lengths in ("one_empty", "poisoned") and batches < 2:
         return False
