@@ -254,7 +254,7 @@ class Dense(PerBatch):
     def _visible(self, xp: Any, i: Any, j: Any, b: Any, h: Any, *, q: int, k: int) -> Any:
         _, heads, rows, columns = self._mask.shape
         index = self._row(xp, b) * heads
-        if heads > 1:
+        if heads != 1:
             index = index + self._need(h, "h")
         index = index * rows + (i if rows > 1 else i * 0)
         index = index * columns + (j if columns > 1 else j * 0)

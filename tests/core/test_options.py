@@ -129,6 +129,13 @@ def test_empty_axes(empty, algorithm):
         assert_close(result.lse, np.zeros(result.lse.shape), 0)  # the sinks alone
 
 
+def test_a_pattern_of_no_heads():
+    x = np.zeros((2, 0, 5, 3))
+    pattern = ra.patterns.dense(np.ones((0, 5, 5), bool))
+    assert attention(x, x, x, pattern=pattern).shape == x.shape
+    assert attention.definition(x, x, x, pattern=pattern).output.shape == x.shape
+
+
 def test_no_lengths_for_no_batch():
     x = np.zeros((0, 2, 5, 3))
     result = attention.forward(x, x, x, query_lengths=[], key_lengths=np.zeros(0, int), causal=True, align=[])
