@@ -190,7 +190,27 @@ class Function:
 
     def example(self, rng: "np.random.Generator", **sizes: Any) -> dict[str, Any]:
         """Valid keyword arguments (float64 NumPy arrays) drawn from ``rng``."""
-        return _table("examples", self.key)(rng, **sizes)
+        make = _table("examples", self.key)
+        return make(rng, **self._checked_sizes(make, rng, sizes))
+
+    def _checked_sizes(self, make: Callable[..., Any], rng: Any, sizes: dict[str, Any]) -> dict[str, Any]:
+        """Sizes of an example as Python ints, or an error that names one."""
+        if not isinstance(rng, np.random.Generator):
+            raise TypeError(f"{self.name}.example: rng is a {type(rng).__name__}: expected a numpy.random.Generator")
+        parameters = dict(list(inspect.signature(make).parameters.items())[1:])
+        free = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        checked = {}
+        for name, value in sizes.items():
+            optional = free and name in self.options and not (name in self.positional and isinstance(value, int))
+            if name not in parameters and not optional:
+                axes = ", ".join(n for n in parameters if len(n) == 1)
+                raise TypeError(f"{self.name}.example: {name!r} is neither an axis ({axes}) nor an option of it")
+            kind = parameters[name].annotation if name in parameters else None
+            counted = len(name) == 1 or kind in (int, int | None)
+            if counted and not (value is None and (kind == int | None or parameters[name].default is None)):
+                value = arrays.require_integer(name, value, minimum=0)
+            checked[name] = value
+        return checked
 
     @property
     def mutations(self) -> tuple[Mutation, ...]:
@@ -527,12 +547,7 @@ class Mechanism(Function):
 
     def example(self, rng: "np.random.Generator", **sizes: Any) -> dict[str, Any]:
         """Valid keyword arguments (float64 NumPy arrays) drawn from ``rng``."""
-        found = self._example(rng, **sizes)
-        axes = ", ".join(n for n in inspect.signature(self._example).parameters if len(n) == 1)
-        for name, x in found.items():
-            if name not in self.options or (name in self.positional and isinstance(x, int)):
-                raise TypeError(f"{self.name}.example: {name!r} is neither an axis ({axes}) nor an option of it")
-        return found
+        return self._example(rng, **self._checked_sizes(self._example, rng, sizes))
 
 
 class Reference:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from refattn.arrays import dtype_name, is_array, is_bool, namespace, real, require_array, require_axes
+from refattn.arrays import dtype_name, is_bool, namespace, real, require_array, require_axes
 from refattn.mechanism import function
 from refattn.records import Result
 
@@ -205,8 +205,9 @@ def merge(outputs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
     ValueError
         If the sequences are empty, differ in length, or shapes disagree.
     """
-    if is_array(outputs) or is_array(lses):
-        raise TypeError("merge takes sequences of arrays, one for each part, not a stacked array")
+    for name, parts in (("outputs", outputs), ("lses", lses)):
+        if not isinstance(parts, (list, tuple)):
+            raise TypeError(f"{name} is a {type(parts).__name__}: expected a list of arrays, one for each part")
     if len(outputs) != len(lses) or not outputs:
         raise ValueError(f"merge got {len(outputs)} outputs and {len(lses)} lses: expected as many, at least one")
     require_axes(

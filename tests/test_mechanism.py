@@ -13,6 +13,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 import refattn as ra
+from refattn.definitions import functions as table
 from refattn.described import described
 from refattn.mechanism import Mechanism, _named, function, mechanism
 from refattn.records import Cost, Mutation, Result
@@ -373,3 +374,17 @@ def test_malformed_sizes_are_named(name):
             except (TypeError, ValueError) as error:
                 unnamed += [] if parameter in str(error) else [(parameter, value, error)]
     assert unnamed == []
+
+
+@pytest.mark.parametrize("found", [*ra.mechanisms.values(), *ra.functions.values()], ids=lambda x: x.key)
+def test_examples_name_what_they_cannot_draw(found):
+    rng = np.random.default_rng(0)
+    with pytest.raises(TypeError, match="rng is a int: expected a numpy.random.Generator"):
+        found.example(3)
+    with pytest.raises(TypeError, match="'hats' is neither an axis"):
+        found.example(rng, hats=3)
+    make = found._example if isinstance(found, Mechanism) else table.examples[found.key]
+    letter = next(n for n in inspect.signature(make).parameters if len(n) == 1)
+    for value in (-1, 1.5, True, "no", 10**30):
+        with pytest.raises((TypeError, ValueError), match=f"{letter} is "):
+            found.example(rng, **{letter: value})

@@ -138,7 +138,7 @@ def test_merge_bad_input(outputs, lses, message):
 def test_softmax_and_merge_name_what_they_need():
     with pytest.raises(ValueError, match="expected at least one axis"):
         ra.softmax(np.array(1.0))
-    with pytest.raises(TypeError, match="not a stacked array"):
+    with pytest.raises(TypeError, match="expected a list of arrays"):
         ra.merge(np.zeros((2, 3, 4)), np.zeros((2, 3)))
 
 
