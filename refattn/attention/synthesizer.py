@@ -34,7 +34,8 @@ from typing import Any
 
 import numpy as np
 
-from refattn.arrays import broadcast_leading, namespace, real, require_axes, require_one_of, sum_to_shape
+from refattn.arrays import broadcast_leading, namespace, real, require_flag, require_one_of, sum_to_shape
+from refattn.attention.blocks.synthesizer import AXES, PARTS, read_parts
 from refattn.contraction import einsum
 from refattn.core.blocks import product
 from refattn.core.options import require_mask
@@ -44,21 +45,6 @@ from refattn.normalization import masked_softmax, masked_softmax_backward
 from refattn.records import Counts, Elements, Pass, Result
 
 __all__ = ["synthesizer_attention"]
-
-PARTS = {
-    "dense": ("w_1", "w_2"),
-    "dense_factors": ("w_1", "w_a", "w_b"),
-    "random": ("random",),
-    "random_factors": ("random_1", "random_2"),
-    "others": ("other_logits",),
-}
-"""The parts of a mixture in their order, and the arrays that each needs."""
-
-AXES = {
-    "w_1": "h m f", "b_1": "h f", "w_2": "h f k", "b_2": "h k", "w_a": "h f n", "b_a": "h n", "w_b": "h f p", "b_b": "h p",
-    "random": "h q k", "random_1": "h q r", "random_2": "h k r", "other_logits": "... h q k",
-}  # fmt: skip
-NEEDS = {"b_1": "w_1", "b_2": "w_2", "b_a": "w_a", "b_b": "w_b"}
 
 
 def forward(
@@ -138,7 +124,8 @@ def forward(
         "random": random, "random_1": random_1, "random_2": random_2, "other_logits": other_logits,
     }  # fmt: skip
     arrays = {n: a for n, a in arrays.items() if a is not None}
-    parts, sizes = _require(x, v, arrays, mixture)
+    parts, sizes = read_parts(x, v, arrays, mixture)
+    causal = require_flag("causal", causal)
     lead = broadcast_leading(
         v=(v, 3),
         **({} if x is None else {"x": (x, 2)}),
@@ -176,54 +163,17 @@ def backward(saved: Any, *, output: Any) -> dict[str, Any]:
     with backend.quiet():
         found = {"v": product(backend, weights, output, visible, transposed=True)}
         d_logits = masked_softmax_backward(weights, einsum("...qe,...ke->...qk", output, v))
+        rows = xp.any(d_logits != 0, axis=-1, keepdims=True)
         if alpha is None:
-            return found | _logits_backward(x, arrays, made, {parts[0]: d_logits})
+            return found | _logits_backward(x, arrays, made, {parts[0]: d_logits}, rows)
         seen = [xp.where(d_logits == 0, xp.zeros_like(d_logits), d_logits * made[name]) for name in parts]
         d_alpha = xp.stack([sum_to_shape(xp.sum(d, axis=(-1, -2)), tuple(alpha.shape[:-1])) for d in seen], axis=-1)
         found["mixture"] = masked_softmax_backward(alpha, d_alpha)
         shared = {name: alpha[..., s, None, None] * d_logits for s, name in enumerate(parts)}
-        return found | _logits_backward(x, arrays, made, shared)
+        return found | _logits_backward(x, arrays, made, shared, rows)
 
 
 # ------------------------------------------------------------------------------------------------ steps
-
-
-def _require(x: Any, v: Any, arrays: dict[str, Any], mixture: Any) -> tuple[list[str], dict[str, int]]:
-    """The parts that are given, and all sizes."""
-    if v is None:
-        raise TypeError("synthesizer_attention: the argument 'v' is missing")
-    hidden_is_used = any(n in arrays for n in ("w_2", "w_a", "w_b"))
-    parts = [name for name, needed in PARTS.items() if any(n in arrays for n in needed if n != "w_1")]
-    for name in parts:
-        missing = [n for n in PARTS[name] if n not in arrays]
-        if missing:
-            raise ValueError(f"{' and '.join(missing)} missing: the part {name!r} needs {', '.join(PARTS[name])}")
-    for name, owner in NEEDS.items():
-        if name in arrays and owner not in arrays:
-            raise ValueError(f"{name} is given without {owner}")
-    if "w_1" in arrays and parts and not hidden_is_used:
-        raise ValueError("w_1 is given without w_2, or w_a and w_b")
-    if not parts:
-        raise ValueError(
-            "no logits: give w_1 and w_2, w_1, w_a and w_b, random, random_1 and random_2, or other_logits"
-        )
-    if hidden_is_used and x is None:
-        raise ValueError("w_1 is given, but x is not: the dense parts are made from the tokens")
-    sizes = require_axes(v=(v, "... h k e"), **({} if x is None else {"x": (x, "... q m")}))
-    sizes = require_axes(sizes, **{n: (a, AXES[n]) for n, a in arrays.items()})
-    if "w_a" in arrays and sizes["n"] * sizes["p"] != sizes["k"]:
-        raise ValueError(
-            f"w_a has shape {tuple(arrays['w_a'].shape)} and w_b {tuple(arrays['w_b'].shape)}: expected factors n p = {sizes['k']} keys"
-        )
-    if mixture is None:
-        if len(parts) > 1:
-            raise ValueError(f"mixture is missing: expected {len(parts)} numbers for the parts {', '.join(parts)}")
-    elif tuple(mixture.shape) not in ((len(parts),), (sizes["h"], len(parts))):
-        raise ValueError(
-            f"mixture has shape {tuple(mixture.shape)}: expected ({len(parts)},) or ({sizes['h']}, {len(parts)}),"
-            f" a number for each of {', '.join(parts)}"
-        )
-    return parts, sizes
 
 
 def _affine(spec: str, x: Any, arrays: dict[str, Any], weight: str, bias: str) -> Any:
@@ -255,31 +205,41 @@ def _logits(x: Any, arrays: dict[str, Any], parts: list[str]) -> dict[str, Any]:
     return made
 
 
-def _logits_backward(x: Any, arrays: dict[str, Any], made: dict[str, Any], d: dict[str, Any]) -> dict[str, Any]:
-    """Cotangents of x and of the arrays from those of the parts' logits."""
+def _logits_backward(
+    x: Any, arrays: dict[str, Any], made: dict[str, Any], d: dict[str, Any], rows: Any
+) -> dict[str, Any]:
+    """Cotangents of x and of the arrays from those of the parts' logits; ``rows`` (..., h, q, 1) see anything."""
     found: dict[str, Any] = {}
     d_hidden = []
+
+    def seen(values: Any) -> Any:
+        """What rows that see nothing hold may be NaN, and reaches no weight."""
+        return namespace(values).where(rows, values, namespace(values).zeros_like(values))
+
+    hidden = seen(made["hidden"]) if "hidden" in made else None
     if "dense" in d:
-        found["w_2"] = einsum("...hqf,...hqk->hfk", made["hidden"], d["dense"])
+        found["w_2"] = einsum("...hqf,...hqk->hfk", hidden, d["dense"])
         found["b_2"] = einsum("...hqk->hk", d["dense"])
         d_hidden.append(einsum("...hqk,hfk->...hqf", d["dense"], arrays["w_2"]))
-    if "dense_factors" in d:
-        xp, left, right = namespace(x), made["left"], made["right"]
+    if "dense_factors" in d:  # the product of two factors: each gets the other's share
+        xp, left, right = namespace(x), seen(made["left"]), seen(made["right"])
         d_outer = d["dense_factors"]
         d_outer = xp.reshape(d_outer, (*d_outer.shape[:-1], left.shape[-1], right.shape[-1]))
         d_left = einsum("...hqnp,...hqp->...hqn", d_outer, right)
         d_right = einsum("...hqnp,...hqn->...hqp", d_outer, left)
-        found["w_a"], found["b_a"] = einsum("...hqf,...hqn->hfn", made["hidden"], d_left), einsum("...hqn->hn", d_left)
-        found["w_b"], found["b_b"] = (
-            einsum("...hqf,...hqp->hfp", made["hidden"], d_right),
-            einsum("...hqp->hp", d_right),
-        )
+        found["w_a"], found["b_a"] = einsum("...hqf,...hqn->hfn", hidden, d_left), einsum("...hqn->hn", d_left)
+        found["w_b"], found["b_b"] = einsum("...hqf,...hqp->hfp", hidden, d_right), einsum("...hqp->hp", d_right)
         d_hidden.append(einsum("...hqn,hfn->...hqf", d_left, arrays["w_a"]))
         d_hidden.append(einsum("...hqp,hfp->...hqf", d_right, arrays["w_b"]))
     if d_hidden:
+        xp = namespace(x)
         total = sum(d_hidden[1:], d_hidden[0])
-        total = namespace(x).where(made["above"], total, namespace(x).zeros_like(total))
-        found["w_1"], found["b_1"] = einsum("...qm,...hqf->hmf", x, total), einsum("...hqf->hf", total)
+        total = xp.where(made["above"], total, xp.zeros_like(total))  # through the relu
+        if bool(xp.all(xp.isfinite(x))):
+            found["w_1"] = einsum("...qm,...hqf->hmf", x, total)
+        else:
+            found["w_1"] = einsum("...hqm,...hqf->hmf", seen(x[..., None, :, :]), total)
+        found["b_1"] = einsum("...hqf->hf", total)
         found["x"] = einsum("...hqf,hmf->...qm", total, arrays["w_1"])
     if "random" in d:
         found["random"] = einsum("...hqk->hqk", d["random"])

@@ -76,6 +76,30 @@ def test_parameters():
     assert cost.parameters == 2 * (8 * 8 + 16 * 3) + 2
 
 
+@pytest.mark.parametrize("name", ["dense", "factors", "all"])
+def test_a_row_that_sees_nothing_reaches_no_weight(name):
+    """Token 2 is NaN; it sees nothing in any head, or nothing in one of two."""
+    for hidden in (slice(None), 0):
+        given = arguments(name, 20)
+        mask = np.ones((given["v"].shape[-3], given["x"].shape[-2], given["v"].shape[-2]), bool)
+        mask[hidden, 2] = False
+        clean, pullback = attention.vjp(**given, mask=mask)
+        d_output = rng(20).standard_normal(clean.output.shape)
+        want = pullback(d_output)
+        dirty = {**given, "x": given["x"].copy()}
+        dirty["x"][:, 2] = np.nan
+        result, pullback = attention.vjp(**dirty, mask=mask)
+        assert np.array_equal(result.output[:, hidden], clean.output[:, hidden])
+        gradients, defined = pullback(d_output), attention.definition.vjp(**dirty, mask=mask)[1](d_output)
+        for n, g in gradients.items():
+            heads = slice(None) if n in ("x", "mixture") or hidden == slice(None) else slice(0, 1)
+            if n == "v":
+                assert np.array_equal(g[:, hidden], want[n][:, hidden])
+            elif n not in ("x", "mixture", "other_logits"):
+                assert np.array_equal(g[heads], want[n][heads]), n
+                assert_close(defined[n][heads], want[n][heads], 200 * EPS)
+
+
 # ------------------------------------------------------------------------------------------------ bad input
 
 BAD = {
@@ -92,6 +116,8 @@ BAD = {
     "keys": ("dense", {"w_2": np.zeros((2, 3, 5))}, ValueError, "w_2 has shape (2, 3, 5): its axis 'k'"),
     "queries": ("dense_random", {"random": np.zeros((2, 4, 4))}, ValueError, "random has shape (2, 4, 4): its axis 'q'"),
     "causal": ("dense", {"causal": True}, ValueError, "as many queries as keys: 3 and 4"),
+    "flag": ("dense", {"causal": "no"}, TypeError, "causal is 'no': expected True or False"),
+    "list": ("dense", {"mixture": [1.0]}, TypeError, "mixture is a list"),
     "mask": ("dense", {"mask": np.zeros((3, 4))}, TypeError, "mask has dtype float64: expected a bool array"),
     "scale": ("dense", {"scale": 1.0}, TypeError, "has no option 'scale'"),
 }  # fmt: skip

@@ -38,6 +38,5 @@ ERRORS = {
     "adaptive_span": "keep_weights key_positions ramp renormalize_eps span",
     "local": "k keep_weights q",
     "sparse_transformer": "align head_map k keep_weights q v",
-    "synthesizer": "causal mixture",
     "topk": "k keep_weights q",
 }
