@@ -201,12 +201,12 @@ class Function:
         free = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         checked = {}
         for name, value in sizes.items():
-            optional = free and name in self.options and not (name in self.positional and isinstance(value, int))
+            optional = free and name in self.options and not (name in self.positional and type(value) is int)
             if name not in parameters and not optional:
                 axes = ", ".join(n for n in parameters if len(n) == 1)
                 raise TypeError(f"{self.name}.example: {name!r} is neither an axis ({axes}) nor an option of it")
             kind = parameters[name].annotation if name in parameters else None
-            counted = len(name) == 1 or kind in (int, int | None)
+            counted = name in parameters and (len(name) == 1 or kind in (int, int | None))
             if counted and not (value is None and (kind == int | None or parameters[name].default is None)):
                 value = arrays.require_integer(name, value, minimum=0)
             checked[name] = value
