@@ -180,6 +180,10 @@ def _runs(length: int, tile: int) -> list[tuple[int, int]]:
     return [(s, min(s + step, length)) for s in range(0, length, step)]
 
 
+FINEST = 16
+"""Keys below which a tile is cut no further, however few its rows."""
+
+
 def slice_blocks(settings: AttentionSettings, group: Group, xp: Any) -> Iterator[Block]:
     """Blocks of a group as runs of queries times runs of keys: empty ones skipped, full ones without a mask."""
     k = settings.sizes.k
@@ -197,7 +201,7 @@ def slice_blocks(settings: AttentionSettings, group: Group, xp: Any) -> Iterator
         lowest, highest = pattern.key_range(i0, i1, **asked)
         lowest, highest = max(lowest, first), min(highest, last)
         for j0 in range(lowest, highest, keys):
-            for kind, s, e in _segments(pattern, i0, i1, j0, min(j0 + keys, highest), rows, asked):
+            for kind, s, e in _segments(pattern, i0, i1, j0, min(j0 + keys, highest), max(rows, FINEST), asked):
                 if kind == "empty":
                     continue
                 tile = None if kind == "full" else _Tile(settings, group, i0, i1, s, e, xp)
