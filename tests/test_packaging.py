@@ -180,7 +180,6 @@ def test_backends_is_only_imported_as_part_of_refattn():
 # Products are einsum strings of refattn.contraction; these rooms lower them, or are NumPy's own (np.einsum).
 PRODUCTS = {"backends", "contraction", "precision", "definitions", "mistakes", "verification"}
 STILL_MATMUL = {
-    "attention/adaptive_span.py",
     "attention/blocks/routing.py",
     "attention/routing.py",
 }

@@ -186,11 +186,30 @@ class AdaptiveSpan(ScaledDotProduct):
     # ------------------------------------------------------------------ softmax
 
     @step
-    def maximum(self):
+    def largest(self):
         """The largest logit of a row among those of weight above 0 (of all that are seen, with ``renormalize_eps``)."""
         leading = self.seen if self.renormalize_eps else self.seen & (self.weighting.real > 0)
+        return np.where(leading, self.logits, -np.inf).real.max(-1, keepdims=True, initial=-np.inf)
+
+    @step
+    def weighted_maximum(self):
+        """The largest logit among those of weight above 0."""
+        leading = self.seen & (self.weighting.real > 0)
         top = np.where(leading, self.logits, -np.inf).real.max(-1, keepdims=True, initial=-np.inf)
         return np.where(np.isneginf(top), 0.0, top)
+
+    @step
+    def weighted_sum(self):
+        """Sum of ramp exp(logits - weighted_maximum): what the lse is of, whatever keys of weight 0 add to the divisor"""
+        grown = self.exponential(self.masked_logits - self.weighted_maximum)
+        return np.where(self.weighting == 0, 0.0, self.weighting * grown).sum(-1, keepdims=True)
+
+    @step
+    def lse(self):
+        """weighted_maximum + ln(weighted_sum)"""
+        if not self.renormalize_eps:
+            return super().lse
+        return (self.weighted_maximum + np.log(self.weighted_sum))[..., 0]
 
     @step
     def plain_exponentials(self):
@@ -225,9 +244,11 @@ class AdaptiveSpan(ScaledDotProduct):
         return np.where(self.weighting == 0, 0.0, self.weighting * self.rebuilt_plain)
 
     @step
-    def lse_ratio(self):
-        """row_sum / (sum of ramp exp): d lse is in units of the latter."""
-        return divide(self.row_sum, self.key_sum) if self.renormalize_eps else np.where(self.key_sum == 0, 0.0, 1.0)
+    def lse_share_without_ramp(self):
+        """exp(logits - lse): d lse / d ramp"""
+        if not self.renormalize_eps:
+            return self.rebuilt_plain
+        return divide(self.exponential(self.masked_logits - self.weighted_maximum), self.weighted_sum)
 
     @step
     def touched(self):
@@ -236,9 +257,11 @@ class AdaptiveSpan(ScaledDotProduct):
 
     @step
     def d_ramp(self):
-        """exp(logits) / row_sum (dP - delta + d_lse): not the weights' own share, since the ramp may be 0"""
-        d = self.d_weights - self.delta + self.d_lse[..., None] * self.lse_ratio
-        return np.where(self.touched & (self.rebuilt_plain != 0), self.rebuilt_plain * d, 0.0)
+        """exp(logits) / row_sum (dP - delta) + d_lse exp(logits - lse): not through the weights, since the ramp may be 0"""
+        own = np.where(self.rebuilt_plain == 0, 0.0, self.rebuilt_plain * (self.d_weights - self.delta))
+        share = self.lse_share_without_ramp
+        of_lse = np.where((share == 0) | (self.d_lse[..., None] == 0), 0.0, share * self.d_lse[..., None])
+        return np.where(self.touched, own + of_lse, 0.0)
 
     @step
     def d_logits(self):

@@ -195,3 +195,27 @@ def test_empty_axes(sizes):
     result, pullback = attention.vjp(**arguments)
     gradients = pullback(np.ones_like(result.output))
     assert all(g.shape == np.shape(arguments[n]) for n, g in gradients.items())
+
+
+def test_large_logits_beyond_the_span_leave_the_lse_alone():
+    """With renormalize_eps the sum runs over keys of weight 0 too: far larger logits there take all weight, not the lse."""
+    q, v = np.ones((1, 1, 1)), np.array([[[1.0], [2.0], [3.0], [0.0]]])
+    k = np.array([[[2000.0], [1.0], [1.0], [0.0]]])  # the furthest key has ramp 0
+    given = {"q": q, "k": k, "v": v, "span": np.array([1.0]), "ramp": 1.0, "scale": 1.0, "renormalize_eps": 1e-3}
+    result, pullback = attention.vjp(**given)
+    want, definition = attention.definition.vjp(**given)
+    assert_close(result.lse, np.array([[1.0]]), 1e-15)  # the nearest key alone: weights 1, 0, 0
+    assert (result.output == 0).all()
+    d = {"output": np.ones((1, 1, 1)), "lse": np.ones((1, 1))}
+    gradients, wanted = pullback(**d), definition(**d)
+    assert_close(gradients["q"], np.array([[[1.0]]]), 1e-14)
+    for name in ("q", "k", "v"):
+        assert_close(gradients[name], wanted[name], 1e-14)
+
+
+def test_a_key_of_weight_zero_may_be_nan():
+    q, v = np.ones((1, 1, 1)), np.array([[[1.0], [2.0], [3.0], [0.0]]])
+    k = np.array([[[1.0], [np.nan], [2.0], [0.0]]])
+    result = attention.forward(q, k, v, span=np.array([1.0]), ramp=1.0, scale=1.0)  # distance 2 is the far end of the ramp
+    assert_close(result.lse, np.array([[2.0]]), 1e-15)
+    assert_close(result.output, np.array([[[3.0]]]), 1e-15)

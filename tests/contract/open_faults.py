@@ -4,10 +4,7 @@ Whoever mends a fault takes its line out; a line whose case has gone fails `test
 """
 
 OPEN = {
-    "never_read": {
-        # NaN in keys beyond the reach or behind the mask reaches d_q, d_scale; in q of an empty row it reaches d_key_positions
-        "adaptive_span": "plain no_positions slots dynamic dynamic_shared mask mask_empty_row no_memory small_span scale",
-    },
+
     "counted": {
         "etc": "0 1",  # the check gives a cotangent of one of its two results, its cost counts the backward of both
         "linformer": "0",  # the backward leaves out the product that gives the gradient of scale

@@ -27,15 +27,13 @@ OPEN = {
     "sinks outside the lse": lambda m, a, c: a.get("lse_includes_sinks") is False and c.amplitude > 1,
     # 0 heads: the definition's sinks, summary_offsets=[]; buckets of no batch or no head
     "no head": lambda m, a, c: empty_heads(a) and bool({"sinks", "summary_offsets", "buckets"} & set(a)),
-    # the maximum runs over keys beyond the span too: lse -inf and a wrong gradient of what is left
-    "adaptive span, large logits": lambda m, a, c: m == "adaptive_span" and c.amplitude > 1 and "renormalize_eps" in a,
 }
 
 # Arguments (d_...: cotangents) of malformed calls that are accepted, or refused by a message that does not name them.
 ERRORS = {
+    "adaptive_span": "ramp",  # need not be whole, as its default is
     "compressive": "same_length",  # a number is one of its values, as is True
     "transformer_xl": "same_length",
-    "adaptive_span": "keep_weights key_positions ramp renormalize_eps span",
     "local": "k keep_weights q",
     "sparse_transformer": "align head_map k keep_weights q v",
     "topk": "k keep_weights q",
