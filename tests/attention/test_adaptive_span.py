@@ -216,6 +216,8 @@ def test_large_logits_beyond_the_span_leave_the_lse_alone():
 def test_a_key_of_weight_zero_may_be_nan():
     q, v = np.ones((1, 1, 1)), np.array([[[1.0], [2.0], [3.0], [0.0]]])
     k = np.array([[[1.0], [np.nan], [2.0], [0.0]]])
-    result = attention.forward(q, k, v, span=np.array([1.0]), ramp=1.0, scale=1.0)  # distance 2 is the far end of the ramp
+    result = attention.forward(
+        q, k, v, span=np.array([1.0]), ramp=1.0, scale=1.0
+    )  # distance 2 is the far end of the ramp
     assert_close(result.lse, np.array([[2.0]]), 1e-15)
     assert_close(result.output, np.array([[[3.0]]]), 1e-15)
