@@ -123,7 +123,7 @@ def _blocks(indices: Any, n_q: int, n_k: int, channels: int, xp: Any, like: Any)
     def blocks(visibility: patterns.Pattern | None, group: Group) -> Iterator[Block]:
         make = Maker(visibility, group, n_q, n_k, xp, like)
         rows = max(1, _GATHERED // max(1, make.units * n * channels))
-        if not n:
+        if not n or not n_k:
             return
         for start in range(0, n_q, rows):
             stop = min(start + rows, n_q)
@@ -190,7 +190,10 @@ def forward(
     >>> result.indices.tolist(), round(float(result.output[0, 0, 0]), 12)
     ([[[2, 1]]], 5.0)
     """
-    h, n_q, n_k = _sizes(q, k)
+    sizes = options.read_sizes(q, k, v)
+    h, n_q, n_k = sizes.h, sizes.q, sizes.k
+    if h != sizes.g:
+        raise ValueError(f"heads: q has {h} and k has {sizes.g}: topk_attention expects the same number")
     count = _arguments(count, indices, n_k)
     arguments = {"backend": backend, "algorithm": algorithm, **shared}
     whole = algorithm == "whole" or bool(shared.get("keep_weights"))
@@ -209,14 +212,6 @@ def forward(
     prepared = prepare(q, k, v, **own, **arguments)
     result, saved = prepared.run()
     return Result(**result.fields, indices=chosen), (prepared, saved)
-
-
-def _sizes(q: Any, k: Any) -> tuple[int, int, int]:
-    if q.ndim < 3 or k.ndim < 3:
-        raise ValueError(f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}: expected at least 3 axes each")
-    if q.shape[-3] != k.shape[-3]:
-        raise ValueError(f"heads: q has {q.shape[-3]} and k has {k.shape[-3]}: topk_attention expects the same number")
-    return q.shape[-3], q.shape[-2], k.shape[-2]
 
 
 def backward(saved: Any, *, output: Any, lse: Any) -> dict[str, Any]:

@@ -181,6 +181,21 @@ def test_stored_case_of_indexed_attention():
 # ---------------------------------------------------------------------- bad input, mistakes
 
 rows = np.broadcast_to(np.array([0, 1, 2]), (B, H, Q, 3))
+
+
+def test_without_keys_only_no_key_can_be_given():
+    q, k, v = np.zeros((1, 3, 2)), np.zeros((1, 0, 2)), np.zeros((1, 0, 4))
+    indices = np.full((1, 3, 2), -1)
+    for algorithm in ("auto", "whole"):
+        result, pullback = attention.vjp(q, k, v, indices=indices, algorithm=algorithm)
+        assert np.array_equal(result.output, np.zeros((1, 3, 4)))
+        assert np.array_equal(result.lse, np.full((1, 3), -np.inf))
+        assert {n: g.shape for n, g in pullback(result.output).items()} == {"q": q.shape, "k": k.shape, "v": v.shape}
+    assert np.array_equal(attention.definition(q, k, v, indices=indices).output, np.zeros((1, 3, 4)))
+    with pytest.raises(ValueError, match="count is 1, but there are 0 keys"):
+        attention(q, k, v, count=1)
+
+
 BAD = {
     "too_many": ({"count": 7}, ValueError, "count is 7, but there are 6 keys"),
     "zero": ({"count": 0}, ValueError, "count is 0: expected at least 1"),

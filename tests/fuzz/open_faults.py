@@ -34,7 +34,4 @@ ERRORS = {
     "adaptive_span": "ramp",  # need not be whole, as its default is
     "compressive": "same_length",  # a number is one of its values, as is True
     "transformer_xl": "same_length",
-    "local": "k keep_weights q",
-    "sparse_transformer": "align head_map k keep_weights q v",
-    "topk": "k keep_weights q",
 }
