@@ -24,6 +24,7 @@ _EXACT = MOVES | {
 _SCALED = {"multiply", "divide"}
 """Exact arrays times a number need no rounding to the storage either."""
 _SUMS = {"sum", "mean", "cumulative_sum"}
+_EQUAL = {"equal", "not_equal"}
 _STEPS = {"ceil", "floor", "round", "sign", "trunc"}
 _KEPT = MOVES | {"negative", "positive", "where"}
 """Functions of exact arrays whose results are exact too: values of the inputs, or numbers."""
@@ -101,14 +102,17 @@ class _Injecting(Instrumented):
         if type(raw) is not np.ndarray:
             return self._parts(raw, exact)
         if name not in MOVES and (name in _STEPS or raw.dtype != np.float64):
-            raw = self._decide(raw)
+            raw = self._decide(raw, anew=name in _EQUAL and any(isinstance(x, (int, float)) for x in given))
         elif name not in _EXACT and raw.size and self._unit:
             raw = self._erring(name, function, given, named, raw)
         return InstrumentedArray(raw, self, exact)
 
-    def _decide(self, raw: Array) -> Array:
+    def _decide(self, raw: Array, anew: bool) -> Array:
+        """A decision as the earlier run took it.  ``anew``: as this one does, because ``x == 0`` asks for what is exactly nothing;
+        a sum that cancels in the earlier run and not in this one is something."""
         if self._decided is not None:
-            raw = next(self._decided, raw).copy()
+            earlier = next(self._decided, raw)
+            raw = raw if anew else earlier.copy()
         self.decisions.append(raw)
         return raw
 

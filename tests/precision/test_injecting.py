@@ -94,3 +94,17 @@ def test_nothing_that_is_not_finite_is_changed():
     xp = injecting(SINGLE, np.random.default_rng(0))
     x = xp.asarray(np.array([np.inf, -np.inf, np.nan, 0.0]))
     np.testing.assert_array_equal(xp.to_numpy(x * 2), [np.inf, -np.inf, np.nan, 0.0])
+
+
+def test_what_cancels_exactly_is_no_decision(rng):
+    """``where(x == 0, 0, ...)`` keeps what is nothing at nothing; a difference that happens to cancel still errs."""
+
+    def cancelled(xp, a, b):
+        x = xp.asarray(a) * 3.0 - xp.asarray(b) * 3.0
+        return xp.to_numpy(xp.where(x == 0, xp.zeros_like(x), x * 2.0))
+
+    a = rng.standard_normal(50)
+    exact = injecting(SINGLE, np.random.default_rng(0), shrink=0.0)
+    assert not cancelled(exact, a, a).any()
+    erring = injecting(SINGLE, np.random.default_rng(1), decisions=exact.decisions)
+    assert cancelled(erring, a, a).all()
