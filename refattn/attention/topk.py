@@ -312,9 +312,12 @@ def _example_indices(n_q: int, n_k: int) -> np.ndarray:
 def margin(arguments: dict[str, Any]) -> float:
     """Distance of the last chosen logit from the first one left out, relative to the largest of the row; least of all rows.
 
-    Whole numbers in q and k make products that are exact in any order, so that equal ones are equal everywhere: no limit.
+    Whole numbers in q and k, and a scale that is a power of two, make products that are exact in any order, so that equal
+    ones are equal everywhere: no limit.
     """
-    whole = all(np.all(arguments[n] == np.round(arguments[n])) for n in "qk")
+    scale = arguments.get("scale")
+    exact = np.frexp(np.shape(arguments["q"])[-1] ** -0.5 if scale is None else float(np.reshape(scale, ())))[0] == 0.5
+    whole = exact and all(np.all(arguments[n] == np.round(arguments[n])) for n in "qk")
     count = arguments.get("count")
     if count is None or whole or count == np.shape(arguments["k"])[-2]:
         return math.inf

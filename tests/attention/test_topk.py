@@ -240,3 +240,13 @@ def test_how_close_a_choice_is():
     assert attention.margin(attention.example(rng(), n=2, count=3)) == np.inf
     tied = attention.example(rng(3), n=2, k=6, count=6)
     assert all(np.array_equal(tied["k"][..., j, :], tied["k"][..., j + 2, :]) for j in range(4))
+
+
+def test_ties_of_whole_numbers_are_exact_only_under_a_scale_that_is_a_power_of_two():
+    rng = np.random.default_rng(0)
+    whole = {n: rng.integers(-2, 3, (1, 1, 6, 4)).astype(float) for n in "qkv"}
+    whole["k"][..., 3:, :] = whole["k"][..., :3, :]
+    margin = attention.margin
+    assert margin(whole | {"count": 2}) == np.inf
+    assert margin(whole | {"count": 2, "scale": 0.25}) == np.inf
+    assert margin(whole | {"count": 3, "scale": 0.37}) < 1e-12
