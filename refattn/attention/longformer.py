@@ -21,8 +21,7 @@ Source: Beltagy, Peters, Cohan 2020, arXiv:2004.05150, section 3.1 (global atten
 """
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,124 +29,23 @@ from refattn import cost as costs
 from refattn.arrays import (
     broadcast_leading,
     is_array,
-    is_bool,
     namespace,
     require_axes,
-    require_integer,
     to_namespace,
-    to_numpy,
 )
+from refattn.attention.blocks.longformer import LARGE, blocks_of, globals_of, pattern_of, read_tokens, read_window
 from refattn.core import options
-from refattn.core.blocks import ROWS, Group, Maker, banded, one_length, tiled
+from refattn.core.blocks import one_length
 from refattn.core.problem import prepare
-from refattn.core.selections import Index, Lattice, take_order
+from refattn.core.selections import take_order
 from refattn.mechanism import mechanism
-from refattn.patterns import Pattern, documents, lengths, prefix, window
+from refattn.patterns import lengths, prefix
 from refattn.patterns import window as window_pattern
-from refattn.records import Block, Counts, Result
+from refattn.records import Counts, Result
 
 __all__ = ["longformer_attention"]
 
-_LARGE = 512
-"""Windows from this width on fill the core's own tiles."""
-_PAIRS = 1 << 20
-"""Pairs of local rows and global keys in one block: gradients of gathered keys take a pass over all keys for each."""
 _SHARED = ("align", "query_lengths", "key_lengths", "scale")
-
-
-class _Globals(NamedTuple):
-    """Where the global tokens of each batch entry stand; host arrays."""
-
-    tokens: np.ndarray  # (b, t) bool
-    places: np.ndarray  # (b, n): their positions, 0 where an entry has fewer
-    slot: np.ndarray  # (b, t): the number of a position among the places, 0 where it has none
-    counts: np.ndarray  # (b,)
-
-
-def _globals(tokens: np.ndarray) -> _Globals:
-    counts = tokens.sum(-1)
-    n = int(counts.max(initial=0))
-    order = np.argsort(~tokens, axis=-1, kind="stable")[:, :n]
-    slot = np.where(tokens, np.cumsum(tokens, axis=-1) - 1, 0)
-    return _Globals(tokens, np.where(np.arange(n) < counts[:, None], order, 0), slot, counts)
-
-
-def _tokens(global_tokens: Any, lead: tuple[int, ...], t: int) -> np.ndarray:
-    """The caller's (..., t) bool as (b, t)."""
-    if global_tokens is None:
-        return np.zeros((math.prod(lead), t), dtype=bool)
-    if not is_array(global_tokens) or not is_bool(global_tokens.dtype):
-        kind = f"has dtype {global_tokens.dtype}" if is_array(global_tokens) else f"is a {type(global_tokens).__name__}"
-        raise TypeError(f"global_tokens {kind}: expected a bool array (..., t), True = global")
-    host = to_numpy(global_tokens)
-    return np.array(np.broadcast_to(host, (*lead, t))).reshape(math.prod(lead), t)
-
-
-def _edges(span: Any, t: int) -> tuple[int, int]:
-    """Keys seen on each side, as numbers below t."""
-    if not isinstance(span, (tuple, list)) or len(span) != 2:
-        raise TypeError(f"window is {span!r}: expected (left, right), two counts or None")
-    for x in span:
-        if x is not None:
-            require_integer("window", x, minimum=0)
-    left, right = (t if x is None else min(int(x), t) for x in span)
-    return left, right
-
-
-def _local_pairs(found: _Globals, lead: tuple[int, ...]) -> Pattern:
-    """Local rows and local keys: what the window alone decides."""
-    tokens = found.tokens.reshape(*lead, -1)
-    return documents(np.where(tokens, 1, 0), np.where(tokens, 2, 0))
-
-
-def _local_rows(found: _Globals, lead: tuple[int, ...]) -> Pattern:
-    tokens = found.tokens.reshape(*lead, -1)
-    return documents(np.where(tokens, 1, 0), np.zeros_like(tokens, dtype=int))
-
-
-def _pattern(left: int, right: int, found: _Globals, lead: tuple[int, ...]) -> Pattern:
-    """Everything that a local row sees."""
-    near = window(left, right, align=0)
-    if not found.counts.any():
-        return near
-    tokens = found.tokens.reshape(*lead, -1)
-    seen_by_all = documents(np.full(tokens.shape, 2), np.where(tokens, 2, 0))
-    return _local_rows(found, lead) & (near | seen_by_all)
-
-
-def _blocks(
-    left: int, right: int, found: _Globals, lead: tuple[int, ...], h: int, t: int, xp: Any, like: Any
-) -> Callable[..., Iterator[Block]]:
-    """The window as a band of blocks, then runs of rows against the gathered global keys."""
-    n = found.places.shape[-1]
-    size = min(max(16, math.ceil((left + right) / 2)), 128)
-    behind, ahead = math.ceil(left / size), math.ceil(right / size)
-    near = window(left, right, align=0)
-    pairs = rows = None
-    if n:
-        pairs, rows = (x.fit(t, t, batch=lead, heads=h) for x in (_local_pairs(found, lead), _local_rows(found, lead)))
-        index = to_namespace(found.places[:, None, None, None, :], xp, like=like)  # (b, 1, 1, 1, n)
-        real = to_namespace(
-            (np.arange(n) < found.counts[:, None])[:, None, None, None, None, :], xp, like=like
-        )  # (b, 1, 1, 1, 1, n)
-
-    def joined(first: Pattern | None, second: Pattern | None) -> Pattern | None:
-        return first if second is None else second if first is None else first & second
-
-    def blocks(visibility: Pattern | None, group: Group) -> Iterator[Block]:
-        make = Maker(joined(visibility, pairs), group, t, t, xp, like)
-        if left + right >= _LARGE or (behind + ahead + 1) * size >= t:
-            yield from tiled(make, near)
-        else:
-            yield from banded(make, t, size, behind, ahead, lambda i, j: (i - j <= left) & (j - i <= right))
-        if n:
-            columns = Maker(joined(visibility, rows), group, t, t, xp, like)
-            step = max(ROWS, _PAIRS // (columns.units * n))
-            for start in range(0, t, step):
-                queries = Lattice(start, 1, min(step, t - start))
-                yield columns.listed(queries, Index(index[group.b, ...]), real[group.b, ...])
-
-    return blocks
 
 
 @options.takes(*_SHARED)
@@ -208,7 +106,7 @@ def forward(
             arrays[name] = (x, axes)
     sizes = require_axes(**arrays)
     h, t = sizes["h"], sizes["t"]
-    left, right = _edges(window, t)
+    left, right = read_window(window, t)
     leading = {n: (x, 3) for n, (x, _) in arrays.items()}
     if is_array(global_tokens):
         require_axes({"t": t}, global_tokens=(global_tokens, "... t"))
@@ -222,22 +120,22 @@ def forward(
     shared.pop("align", None)
     arguments = {"backend": backend, "algorithm": algorithm}
 
-    tokens = _tokens(global_tokens, lead, t)
-    found = _globals(tokens)
-    own: dict[str, Any] = {"extra_pattern": _pattern(left, right, found, lead)}
+    tokens = read_tokens(global_tokens, lead, t)
+    marks = globals_of(tokens)
+    own: dict[str, Any] = {"extra_pattern": pattern_of(left, right, marks, lead)}
     if algorithm != "whole":
-        own["blocks"] = _blocks(left, right, found, lead, h, t, xp, q)
+        own["blocks"] = blocks_of(left, right, marks, lead, h, t, xp, q)
     full_q = xp.broadcast_to(q, (*lead, *q.shape[-3:]))
     local = prepare(full_q, k, v, **own, **arguments, **shared)
     result, local_state = local.run()
     output = result.output
-    if not found.counts.any():
+    if not marks.counts.any():
         return Result(output=output), (local, local_state, None)
 
     real = tokens
     if shared.get("query_lengths") is not None:
         real = tokens & (np.arange(t) < options.per_batch("query_lengths", shared["query_lengths"], lead)[:, None])
-    rows = _globals(real)
+    rows = globals_of(real)
     names = tuple(n if x is None else n + "_global" for n, x in (("q", q_global), ("k", k_global), ("v", v_global)))
     q_global, k_global, v_global = (
         local_x if x is None else x for local_x, x in ((q, q_global), (k, k_global), (v, v_global))
@@ -274,21 +172,21 @@ def backward(saved: Any, *, output: Any) -> dict[str, Any]:
         return local.gradients(local_state, output, None)
     whole, global_state, (n_q, n_k, n_v), index, slot, present, is_global, is_row = rows
     xp = namespace(output)
-    found = local.gradients(local_state, xp.where(is_global, xp.zeros_like(output), output), None)
+    gradients = local.gradients(local_state, xp.where(is_global, xp.zeros_like(output), output), None)
     if not index.shape[-1]:
-        return found
+        return gradients
     d_rows = take_order(output, index)
     more = whole.gradients(global_state, xp.where(present, d_rows, xp.zeros_like(d_rows)), None)
     d_q = take_order(more["q"], slot)
     more["q"] = xp.where(is_row, d_q, xp.zeros_like(d_q))  # each global row back to its position
     for name, own in ((n_q, "q"), (n_k, "k"), (n_v, "v")):
         if name == own:
-            shape = np.broadcast_shapes(tuple(found[own].shape), tuple(more[own].shape))
-            found[own] = xp.broadcast_to(found[own], shape) + more[own]
+            shape = np.broadcast_shapes(tuple(gradients[own].shape), tuple(more[own].shape))
+            gradients[own] = xp.broadcast_to(gradients[own], shape) + more[own]
         else:
-            found[name] = more[own]
-    found["scale"] = found["scale"] + more["scale"]
-    return found
+            gradients[name] = more[own]
+    gradients["scale"] = gradients["scale"] + more["scale"]
+    return gradients
 
 
 def cost(
@@ -311,29 +209,29 @@ def cost(
     """
     t = one_length(t, q, k)
     costs.require_sizes(b=b, h=h, t=t, n=n)
-    left, right = _edges(window, t)
+    left, right = read_window(window, t)
     settings.pop("align", None)
     sizes: dict[str, Any] = {"b": b, "h": h, "k": t, "d": d, "e": e}
     if global_tokens is None and t * t > costs.WALKED:
         n = min(n, t)
         computed = costs.tiled_pairs(window_pattern(left, right, align=0), t)
-        if left + right < _LARGE:
+        if left + right < LARGE:
             size = min(max(16, math.ceil((left + right) / 2)), 128)
             computed = t * (math.ceil(left / size) + 1 + math.ceil(right / size)) * size
         own = (window_pattern(left, right, align=0) | prefix(n)) & ~lengths(query_lengths=n)
         total = costs.softmax_counts(q=t, extra_pattern=own, computed=h * (computed + t * n), **sizes, **settings)
         return total + costs.softmax_counts(q=n, **sizes, **settings) if n else total
-    found = _globals(_tokens(np.arange(t) < n if global_tokens is None else np.asarray(global_tokens), (b,), t))
+    marks = globals_of(read_tokens(np.arange(t) < n if global_tokens is None else np.asarray(global_tokens), (b,), t))
     total = costs.softmax_counts(
         q=t,
-        extra_pattern=_pattern(left, right, found, (b,)),
-        blocks=_blocks(left, right, found, (b,), h, t, np, np.zeros(0)),
+        extra_pattern=pattern_of(left, right, marks, (b,)),
+        blocks=blocks_of(left, right, marks, (b,), h, t, np, np.zeros(0)),
         **sizes,
         **settings,
     )
-    if found.counts.any():
-        settings["query_lengths"] = found.counts
-        total = total + costs.softmax_counts(q=found.places.shape[-1], **sizes, **settings)
+    if marks.counts.any():
+        settings["query_lengths"] = marks.counts
+        total = total + costs.softmax_counts(q=marks.places.shape[-1], **sizes, **settings)
     return total
 
 

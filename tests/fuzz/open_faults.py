@@ -33,5 +33,6 @@ OPEN = {
 ERRORS = {
     "adaptive_span": "ramp",  # need not be whole, as its default is
     "compressive": "same_length",  # a number is one of its values, as is True
+    "sparse_transformer": "align",  # an int is one of its values
     "transformer_xl": "same_length",
 }
