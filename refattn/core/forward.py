@@ -112,7 +112,9 @@ def forward_group(problem: AttentionProblem, group: Group, backend: Any, kept: l
         if problem.blocks is None and queries.extent == group.q:
             return part
         if problem.blocks is not None and not queries.once:
-            part = merged(Partial(rows.take(result.output), *(rows.take_last(x) for x in result[1:])), part)
+            before = rows.take_last(result.maximum)
+            if bool(xp.any(before != -math.inf)):  # other blocks of these queries were there
+                part = merged(Partial(rows.take(result.output), before, rows.take_last(result.row_sum)), part)
         return Partial(
             rows.assign(backend, result.output, part.output),
             rows.assign_last(backend, result.maximum, part.maximum),
