@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16, finfo
 
-from refattn.definitions.dense_loop import definition
-from refattn.definitions.dense_steps import Steps
+import refattn as ra
+from refattn.definitions.scaled_dot_product import ScaledDotProduct
 from refattn.precision import output_bound
 
+definition = ra.scaled_dot_product_attention.definition
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16, "bfloat16": bfloat16}
 
@@ -114,19 +115,17 @@ def test_online_softmax_backward(name, dtype):
     rng = np.random.default_rng(8)
     d_output = rng.standard_normal((2, 6, 53, 7)).astype(DTYPES[dtype])
     d_lse = rng.standard_normal((2, 6, 53)).astype(np.float32)
-    with np.errstate(all="ignore"):
-        steps = Steps(exact)
-        result = steps.forward()
-        want = steps.backward({"output": d_output.astype(np.float64), "lse": d_lse.astype(np.float64)})
+    steps = ScaledDotProduct(exact, {"output": d_output, "lse": d_lse})
+    want = steps.gradient()
     found = dict(zip("qkv", online_softmax.attention_backward(d_output, **given, d_lse=d_lse), strict=True))
     # Each gradient is a sum of products; `size` is that sum with absolute values.  A weight is off by a relative error that
     # grows like the rounding of its logit, d_weights and delta by that of their sums over channels and keys.
     products, logits, n = sizes(exact, definition(**exact, keep_weights=True))
-    d_o, v = np.abs(d_output.astype(np.float64)), np.abs(steps.v)
-    rows = np.sum(d_o * np.abs(result.output), -1) + np.abs(d_lse)
+    d_o, v = np.abs(d_output.astype(np.float64)), np.abs(steps.values_of_head)
+    rows = np.sum(d_o * np.abs(steps.output), -1) + np.abs(d_lse)
     d_logits = steps.weights * (d_o @ np.swapaxes(v, -1, -2) + rows[..., None]) * steps.scale
     size = {
-        "q": d_logits @ np.abs(steps.k),
+        "q": d_logits @ np.abs(steps.keys_of_head),
         "k": np.swapaxes(d_logits, -1, -2) @ np.abs(steps.q),
         "v": np.swapaxes(steps.weights, -1, -2) @ d_o,
     }
@@ -134,7 +133,7 @@ def test_online_softmax_backward(name, dtype):
     growth = compute * ((10 + 8) * products.max() + 6 * logits.max() + 2 * n + 32)
     for n, g in found.items():
         assert g.dtype == DTYPES[dtype]
-        whole = size[n] if n == "q" else steps.over_group(size[n])
+        whole = size[n] if n == "q" else np.einsum("gh,bhkd->bgkd", steps.query_heads_summed, size[n])
         bound = growth * whole + unit * np.abs(want[n]) + float(finfo(DTYPES[dtype]).smallest_subnormal)
         assert (np.abs(g.astype(np.float64) - want[n]) <= bound).all()
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from dense_calls import FINITE, PROBES, cotangents_of
+from oracles.dense_loop import attention as loop
 
 import refattn as ra
-from refattn.definitions.dense_loop import definition as loop
 from refattn.definitions.scaled_dot_product import ScaledDotProduct
 
 
