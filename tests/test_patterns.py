@@ -286,6 +286,8 @@ def test_counts_from_few_rows_are_those_of_the_mask(seed):
         pattern = [pattern & other, pattern | other, ~pattern & other][rng.integers(3)]
     counts = np.count_nonzero(pattern.to_mask(q, k), axis=-1)
     assert pattern.pairs(q, k) == counts.sum()
+    for most in (0, 1, 5, 40, 600):
+        assert pattern.pairs(q, k, most=most) == np.minimum(counts, most).sum()
     np.testing.assert_array_equal(pattern.row_counts(q, k), counts)
 
 

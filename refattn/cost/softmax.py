@@ -30,6 +30,10 @@ WALKED = 1 << 28
 """Pairs of one head up to which blocks are listed one by one, as the computation would; beyond, they are counted by rows."""
 
 
+RUNS = 1 << 16
+"""Runs of rows at most that are looked at one by one."""
+
+
 def require_sizes(**sizes: Any) -> None:
     """Check that every size is an integer of at least 0."""
     for name, value in sizes.items():
@@ -115,7 +119,7 @@ def softmax_counts(
     else:
         rows, keys, units = rows_of_tiles(settings, extra_keys)
         pairs = units * int((rows * keys).sum())
-        largest = h // max(1, g) * int((rows * np.minimum(keys, KEYS)).max(initial=0))
+        largest = h // max(1, g) * int((np.minimum(rows, ROWS) * np.minimum(keys, KEYS)).max(initial=0))
 
     steps = 4 + sum(n for name, n in TERM_STEPS.items() if shared.get(name) is not None)
     inputs = Elements(storage=b * (h * q * d + g * k * (d + e)))
@@ -166,20 +170,29 @@ def rows_of_tiles(settings: AttentionSettings, extra_keys: int = 0) -> tuple[np.
     sizes = settings.sizes
     q, k = sizes.q, sizes.k - extra_keys
     step = settings.tile[0] if settings.tile else max(16, ROWS // max(1, sizes.r))
-    starts = np.arange(0, q, step)
-    stops = np.minimum(starts + step, q)
+    starts, stops = _row_runs(q, step)
     if settings.visibility is None:
         keys = np.full((1, 1, len(starts)), k)
     else:
         keys = settings.visibility.reach(starts, stops, q=q, k=k, least=step)
-    return stops - starts, keys + extra_keys, sizes.b * sizes.h // max(1, keys.shape[0] * keys.shape[1])
+    rows, keys = stops - starts, keys + extra_keys
+    if q * sizes.k >= 1 << 60:  # products that need more than 64 bits
+        rows, keys = rows.astype(object), keys.astype(object)
+    return rows, keys, sizes.b * sizes.h // max(1, keys.shape[0] * keys.shape[1])
 
 
 def tiled_pairs(pattern: Any, t: int) -> int:
     """Pairs of one head in the tiles of a pattern on t queries and t keys."""
-    starts = np.arange(0, t, ROWS)
-    stops = np.minimum(starts + ROWS, t)
-    return int(((stops - starts) * pattern.reach(starts, stops, q=t, k=t)).sum())
+    starts, stops = _row_runs(t, ROWS)
+    keys = pattern.reach(starts, stops, q=t, k=t)
+    return sum(((stops - starts).astype(object) * keys.astype(object)).reshape(-1).tolist())
+
+
+def _row_runs(q: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ends of the runs of rows; several tiles make one where there would be millions of them."""
+    step *= max(1, -(-q // (step * RUNS)))
+    starts = np.arange(0, q, step)
+    return starts, np.minimum(starts + step, q)
 
 
 def _listed(settings: AttentionSettings) -> tuple[int, int]:

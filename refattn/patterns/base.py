@@ -2,14 +2,14 @@
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from refattn.arrays import device as device_of
 from refattn.arrays import is_array, is_bool, is_integer, namespace, require_integer, to_numpy
-from refattn.patterns.counting import CHUNK, Ends, all_rows, runs
+from refattn.patterns.counting import CHUNK, Ends, all_rows, runs, twice_the_sum
 
 __all__ = ["Pattern", "PerBatch", "Which", "host_array", "host_ints", "taken"]
 
@@ -178,26 +178,23 @@ class Pattern:
         if q == 0 or k == 0 or copies == 0:
             return 0
         apart = (b if self.batch > 1 else None), (h if self.heads > 1 else None)  # rows of the others count alike
+        few = runs(self._ends_of_rows(q, k), q, k)
+        step = max(CHUNK // math.prod(1 if x is None else len(x) for x in apart), 1)
         total = 0
-        for i, weights in self._counted_rows(q, k, math.prod(1 if x is None else len(x) for x in apart), most):
+        for i, weights in all_rows(q, step) if few is None else [few]:
             counts = self._below(i, k, *_spread(*apart), q, k)
             if counts is None and most is not None:
                 counts = np.minimum(self.row_counts(q, k, batch, heads), most)
                 return int(counts.sum()) * copies // math.prod(counts.shape[:-1])
             if counts is None:
                 return self._count_tiles(0, q, 0, k, q, k, b, h)
-            counts = np.asarray(counts if most is None else np.minimum(counts, most))
+            counts = np.asarray(counts)
             counts = np.broadcast_to(counts, (*counts.shape[:-1], len(i)))
             if q * k >= 1 << 60:
                 counts = counts.astype(object)
-            sums = np.sum(counts * weights, axis=-1)
+            sums = twice_the_sum(counts, weights, most, in_runs=few is not None)
             total += sum(np.ravel(sums).tolist()) * copies // np.size(sums)
         return total // 2
-
-    def _counted_rows(self, q: int, k: int, copies: int, most: int | None) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-        """Rows and weights that give twice the sum of all counts; a limit bends them anywhere."""
-        few = None if most is not None else runs(self._ends_of_rows(q, k), q, k)
-        return all_rows(q, max(CHUNK // copies, 1)) if few is None else [few]
 
     def row_counts(self, q: int, k: int, batch: int | None = None, heads: int | None = None) -> np.ndarray:
         """How many keys each row sees, ints (q,), (heads, q) or (batch, heads, q); axes as in :meth:`to_mask`."""

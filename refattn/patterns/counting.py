@@ -8,10 +8,11 @@ the sum over all rows follows from the first and the last row of each such run.
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
-__all__ = ["CHUNK", "Ends", "all_rows", "runs"]
+__all__ = ["CHUNK", "Ends", "all_rows", "runs", "twice_the_sum"]
 
 CHUNK = 1 << 18
 """Pairs or rows looked at in one piece."""
@@ -81,3 +82,18 @@ def runs(ends: Ends | None, q: int, k: int) -> tuple[np.ndarray, np.ndarray] | N
     first = (cuts[:-1, None] + residue)[there]
     weights = many[there]
     return np.concatenate([first, first + (weights - 1) * p]), np.concatenate([weights, weights])
+
+
+def twice_the_sum(counts: np.ndarray, weights: np.ndarray, most: int | None, *, in_runs: bool) -> Any:
+    """Twice the sum over the rows of :func:`all_rows` or :func:`runs`, each cut to ``most``."""
+    if most is None:
+        return np.sum(counts * weights, axis=-1)
+    if not in_runs:
+        return np.sum(np.minimum(counts, most) * weights, axis=-1)
+    first, last = np.split(counts, 2, axis=-1)  # of a run, along which counts rise or fall evenly
+    rows = weights[: weights.size // 2]
+    low, high = np.minimum(first, last), np.maximum(first, last)
+    step = (high - low) // np.maximum(rows - 1, 1)
+    under = np.where(step > 0, (most - low) // np.maximum(step, 1) + 1, np.where(low <= most, rows, 0))
+    under = np.clip(under, 0, rows)  # rows that are not cut
+    return np.sum(under * (2 * low + step * (under - 1)) + 2 * (rows - under) * most, axis=-1)
