@@ -101,6 +101,7 @@ class Capabilities:
 
     def friendly(self) -> Iterator[Limits]:
         """Sizes that kernels with narrow shapes take, the most usual first."""
+        yield self.limits.with_only(q=1)  # a kernel for decoding
         for d in (64, 128, 32):
             for step in (128, 16):
                 yield dataclasses.replace(
@@ -109,14 +110,22 @@ class Capabilities:
                     multiples={"q": step, "k": step, "t": step, **self.limits.multiples},
                     equal={"q": "k", "h": "g", "d": "e", **self.limits.equal},
                 )
+        yield dataclasses.replace(
+            self.limits, only={"b": (1,), "q": (1,), "d": (64,), "e": (64,), "h": (4,), "g": (4,), **self.limits.only}
+        )
 
     def relaxations(self) -> Iterator[Limits]:
         """One limit after another taken off those in force now; what is refused is put back by the caller."""
         for letters in (("b",), ("h", "g"), ("d", "e")):
+            if not set(letters) & set(self.limits.only):
+                continue
             only = {n: x for n, x in self.limits.only.items() if n not in letters}
             yield dataclasses.replace(self.limits, only=only)
         for leader in ("h", "d", "q"):
-            yield dataclasses.replace(self.limits, equal={n: x for n, x in self.limits.equal.items() if n != leader})
+            if leader in self.limits.equal:
+                yield dataclasses.replace(
+                    self.limits, equal={n: x for n, x in self.limits.equal.items() if n != leader}
+                )
         for step in (1, 16, 32, 64):
             if step < self.limits.multiples.get("q", 1):
                 multiples = dict.fromkeys(self.limits.multiples, step) if step > 1 else {}

@@ -379,7 +379,14 @@ class Session:
         features = [n for n in probe.features if n in drop or n in passing]
         if probe.features or sizes or seed is not None:
             probe = redraw(
-                self.mechanism, probe, drop=features, sizes=sizes, seed=seed, fixed=self.fixed, fit=self._fit
+                self.mechanism,
+                probe,
+                features=self.plan.taken(),
+                drop=features,
+                sizes=sizes,
+                seed=seed,
+                fixed=self.fixed,
+                fit=self._fit,
             )
         left = {n: x for n, x in probe.arguments.items() if n not in drop or n in self.mechanism.positional}
         probe = dataclasses.replace(probe, arguments=left, wrt=tuple(n for n in probe.wrt if n in left))
@@ -440,7 +447,7 @@ class Session:
         if outcome.mutated:
             message = f"the candidate changed its input {', '.join(outcome.mutated)}"
             self.explain("input_mutation", message, outcome.mutated, probe.name)
-        absent = self._absent(outcome, case.truth)
+        absent = self._absent(outcome, case.truth, judgements)
         if absent:
             says = "no gradient comes back: None, detached or never computed"
             self.explain("gradient_absent", says, tuple(f"d_{n}" for n in absent), probe.name)
@@ -449,14 +456,16 @@ class Session:
         self.rows.append(Row(**about, status=verdict, judgements=tuple(judgements), message=message))
         self.cases.append(case)
 
-    def _absent(self, outcome: Outcome, truth: Truth) -> list[str]:
+    def _absent(self, outcome: Outcome, truth: Truth, judgements: Sequence[Judgement]) -> list[str]:
         """Gradients that the library must give and that are missing, or zero throughout where they are not."""
         absent = []
         for name in outcome.due:
             got, right = outcome.gradients.get(name), truth.values.get(f"d_{name}")
             if outcome.backward_failed or right is None:
                 continue
-            if got is None or (got.shape == right.shape and not got.any() and bool((right != 0).any())):
+            zero = got is not None and got.shape == right.shape and not got.any()
+            wrong = any(j.array == f"d_{name}" and not j.ok for j in judgements)
+            if got is None or (zero and wrong and bool((right != 0).any())):
                 absent.append(name)
         return absent
 

@@ -137,6 +137,8 @@ def build(
 
     Parameters
     ----------
+    features
+        What there is; the first level of each is what a recipe leaves out.
     recipe
         Level by feature; what is left out is plain.
     sizes
@@ -151,13 +153,11 @@ def build(
     Impossible
         The mechanism does not allow it.
     """
-    levels = [f.levels[recipe[n]] for n, f in features.items() if n in recipe]  # chosen values last
+    levels = [f.levels[recipe.get(n, f.plain)] for n, f in features.items()]  # chosen values last
     wanted: dict[str, int] = {}
     words: dict[str, Any] = {}
-    for feature in features.values():
-        level = feature.levels[recipe.get(feature.name, feature.plain)]
-        wanted.update(level.sizes)
     for level in levels:
+        wanted.update(level.sizes)
         words.update(level.example)
     wanted = sizes_of(mechanism, fit({**wanted, **(sizes or {})}))
     draft = Draft(mechanism, recipe, wanted, seed)
@@ -166,7 +166,8 @@ def build(
     try:
         wanted.update({n: words.pop(n) for n in letters})
         given = dict(mechanism.example(draft.rng("arrays"), **wanted, **words))
-        draft.arguments = {**{n: x for n, x in words.items() if n in mechanism.options}, **given}
+        given = {**{n: x for n, x in words.items() if n in mechanism.options}, **given}
+        draft.arguments = {n: x for n, x in given.items() if x is not None or n in mechanism.positional}
         for level in levels:
             draft.asked |= set(level.options) | set(level.example)
             draft.named += level.named

@@ -17,7 +17,7 @@ __all__ = ["features_of"]
 
 
 def _with(says: str = "", apply: Callable[[Draft], None] | None = None, **example: Any) -> Level:
-    options = tuple(n for n in example if len(n) > 1)
+    options = tuple(n for n, x in example.items() if len(n) > 1 and x is not None)
     return Level(example=example, options=options, apply=apply, says=says or _says(example))
 
 
@@ -29,8 +29,14 @@ def _sizes(**sizes: int) -> Level:
     return Level(sizes=sizes, says=", ".join(f"{n}={x}" for n, x in sizes.items()))
 
 
-def _switch(name: str, plain: str = "off", **levels: Level) -> Feature:
-    return Feature(name, {plain: OFF, **levels})
+def _switch(name: str, plain: str = "off", base: Level = OFF, **levels: Level) -> Feature:
+    """A feature whose plain level is ``base``: what it passes, a candidate may lack; then the next level is the plain one."""
+    return Feature(name, {plain: base, **levels})
+
+
+def _passes(*options: str) -> Level:
+    """What the example gives by itself."""
+    return Level(options=options, says=f"with {', '.join(options)}")
 
 
 def _drop(*names: str) -> Callable[[Draft], None]:
@@ -135,18 +141,30 @@ _OWN: dict[str, tuple[Feature, ...]] = {
         ),
         _switch(
             "biases",
-            "all",
-            none=Level(apply=_drop("b_q", "b_k", "b_v", "b_o"), says="no biases of the projections"),
-            one=Level(apply=_drop("b_k", "b_v", "b_o"), says="the bias of the queries alone"),
-            output=Level(apply=_drop("b_q", "b_k", "b_v"), says="the bias of the output alone"),
+            "none",
+            Level(apply=_drop("b_q", "b_k", "b_v", "b_o"), says="no biases of the projections"),
+            all=_passes("b_q", "b_k", "b_v", "b_o"),
+            **{
+                n: Level(options=(n,), apply=_drop(*{"b_q", "b_k", "b_v", "b_o"} - {n}), says=f"{n} alone")
+                for n in ("b_q", "b_k", "b_v", "b_o")
+            },
         ),
     ),
     "talking_heads_attention": (
         _switch(
             "projections",
             "both",
-            logits=_with("only the logits are projected", weights_projection=None),
-            weights=_with("only the weights are projected", logits_projection=None),
+            _passes("logits_projection", "weights_projection"),
+            logits=Level(
+                example={"x": 5, "y": 3, "h": 3, "weights_projection": None},
+                options=("logits_projection",),
+                says="only the logits are projected",
+            ),
+            weights=Level(
+                example={"x": 3, "y": 5, "h": 3, "logits_projection": None},
+                options=("weights_projection",),
+                says="only the weights are projected",
+            ),
         ),
         _switch(
             "dynamic",
@@ -160,6 +178,7 @@ _OWN: dict[str, tuple[Feature, ...]] = {
         _switch(
             "chosen",
             "count 3",
+            _passes("count"),
             one=_with("one key for each query", count=1),
             many=_with("eight keys", count=8),
             ties=_with("every key stands several times: ties go to the lower index", n=5, count=8, d=4),
@@ -197,6 +216,7 @@ _OWN: dict[str, tuple[Feature, ...]] = {
         _switch(
             "spans",
             "drawn",
+            _passes("key_positions"),
             alone=Level(apply=_span_alone, says="span and ramp alone"),
             whole=_with("spans of whole tokens", h=3, span=np.array([4.0, 0.0, 7.0]), ramp=3.0, max_span=12),
             zero=_with("spans of zero", h=3, span=np.zeros(3), ramp=4.0),
@@ -211,10 +231,12 @@ _OWN: dict[str, tuple[Feature, ...]] = {
         _switch(
             "table",
             "r u w",
+            _passes("u", "w"),
             scalar=_with("a learned scalar by distance", position_bias=True),
             absolute=_with("absolute positions", absolute_q=True),
-            no_u=Level(apply=_drop("u"), says="without u"),
-            no_w=Level(apply=_drop("w"), says="without w"),
+            no_u=Level(options=("w",), apply=_drop("u"), says="without u"),
+            no_w=Level(options=("u",), apply=_drop("w"), says="without w"),
+            r=Level(apply=_drop("u", "w"), says="neither u nor w"),
         ),
     ),
     "compressive_attention": (
@@ -224,10 +246,15 @@ _OWN: dict[str, tuple[Feature, ...]] = {
             end=_with(compressed_positions="span_end", rate=3),
             mid=_with(compressed_positions="span_mid", rate=4),
         ),
-        _switch("projection", "with", without=Level(apply=_drop("w_o"), says="no output projection")),
+        _switch("projection", "with", _passes("w_o"), without=Level(apply=_drop("w_o"), says="no output projection")),
     ),
     "lsh_attention": (
-        _switch("hashed", "rotations", buckets=Level(options=("buckets",), apply=_buckets, says="buckets handed over")),
+        _switch(
+            "hashed",
+            "rotations",
+            _passes("rotations"),
+            buckets=Level(options=("buckets",), apply=_buckets, says="buckets handed over"),
+        ),
         _switch("rounds", "two", one=_with("one round", hashes=1), four=_with("four rounds", hashes=4)),
         _CAUSAL_SQUARE,
         _switch("within_bucket", "on", off=_with("all keys of the window", within_bucket=False)),
@@ -286,10 +313,17 @@ _OWN: dict[str, tuple[Feature, ...]] = {
         _switch(
             "tokens",
             "two",
+            _passes("global_tokens", "q_global", "k_global", "v_global"),
             unequal=Level(
-                options=("global_tokens",), apply=_global_tokens((3, 1, 2)), says="unequal numbers of global tokens"
+                options=("global_tokens", "q_global", "k_global", "v_global"),
+                apply=_global_tokens((3, 1, 2)),
+                says="unequal numbers of global tokens",
             ),
-            local=_with("global tokens by the local arrays", q_global=None, k_global=None, v_global=None),
+            local=Level(
+                example={"q_global": None, "k_global": None, "v_global": None},
+                options=("global_tokens",),
+                says="global tokens by the local arrays",
+            ),
             none=_with("no global tokens", n=0),
         ),
         _switch(
@@ -301,7 +335,13 @@ _OWN: dict[str, tuple[Feature, ...]] = {
         ),
     ),
     "bigbird_attention": (
-        _switch("random", "two", none=_with("no random blocks", r=0), three=_with("three random blocks", r=3)),
+        _switch(
+            "random",
+            "two",
+            _passes("random_blocks"),
+            none=_with("no random blocks", r=0),
+            three=_with("three random blocks", r=3),
+        ),
         _switch(
             "global_blocks",
             "both",
@@ -312,19 +352,20 @@ _OWN: dict[str, tuple[Feature, ...]] = {
         _switch("block", "small", wide=_with(block=5, window_blocks=2)),
     ),
     "etc_attention": (
-        _switch("labels", "on", none=_with("no labels", p=0)),
+        _switch("labels", "on", _passes("labels"), none=_with("no labels", p=0)),
         _switch("masks", "none", on=_with("masks of the pieces", long_mask=True, global_mask=True)),
         _switch("radius_", "small", long=_with("a radius beyond the sequence", radius=60)),
     ),
     "sinkhorn_attention": (
         _CAUSAL_SQUARE,
-        _switch("noise", "drawn", none=_with("no noise", noise=None)),
+        _switch("noise", "drawn", _passes("noise"), none=_with("no noise", noise=None)),
         _switch("iterations", "four", one=_with(iterations=1), none=_with(iterations=0)),
     ),
     "synthesizer_attention": (
         _switch(
             "parts",
             "dense",
+            _passes("w_2"),
             factors=_with("two factors", p=3, w_a=True),
             table=_with("a table", random=True),
             low=_with("a table of rank 2", random_1=True),

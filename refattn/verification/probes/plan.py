@@ -84,13 +84,14 @@ class Plan:
     # ------------------------------------------------------------------ features that the candidate takes
 
     def taken(self) -> dict[str, Feature]:
-        """The features with the levels that the candidate takes; those of one level alone are left out."""
+        """The features with the levels that the candidate takes, the first of them the plain one; others are left out."""
         found = {}
         for feature in self.all_features.values():
-            levels = {n: x for n, x in feature.levels.items() if n == feature.plain or self._takes(x)}
+            levels = {n: x for n, x in feature.levels.items() if self._takes(x)}
+            levels = levels or {feature.plain: feature.levels[feature.plain]}
             if feature.name == "shape":
                 levels = self._shapes(levels)
-            if len(levels) > 1 or feature.name == "shape":
+            if len(levels) > 1 or feature.name == "shape" or next(iter(levels)) != feature.plain:
                 found[feature.name] = Feature(feature.name, levels)
         return found
 
@@ -221,7 +222,7 @@ class Plan:
         try:
             return build(
                 self.mechanism,
-                self.all_features,
+                self.taken(),
                 entry.recipe,
                 name=entry.name,
                 sizes=entry.sizes,
@@ -229,7 +230,7 @@ class Plan:
                 fixed=self.fixed,
                 seed=self.seed,
             )
-        except Impossible as error:
+        except (Impossible, KeyError) as error:
             self.refused[entry.name] = str(error)
             return None
 
@@ -275,6 +276,7 @@ def redraw(
     mechanism: Mechanism,
     probe: Probe,
     *,
+    features: Mapping[str, Feature] | None = None,
     drop: Sequence[str] = (),
     sizes: Mapping[str, int] | None = None,
     seed: int | None = None,
@@ -288,7 +290,7 @@ def redraw(
     Impossible
         The mechanism does not allow it.
     """
-    features = {**features_of(mechanism), "values": values_feature(mechanism)}
+    features = features or {**features_of(mechanism), "values": values_feature(mechanism)}
     recipe = {n: x for n, x in probe.features.items() if n not in drop}
     kept = {} if "shape" in drop else dict(probe.sizes)
     return build(
