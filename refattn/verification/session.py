@@ -1,6 +1,7 @@
 """One verification: capabilities are asked, probes go out, outcomes come in and are judged; anything can be asked again."""
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from refattn.verification.conventions import CONVENTION_OPTIONS
 from refattn.verification.diagnosis import JudgedCall
 from refattn.verification.errors import UsageError
 from refattn.verification.limits import Limits
-from refattn.verification.probes import Impossible, Plan, Probe, redraw
+from refattn.verification.probes import Entry, Impossible, Plan, Probe, redraw
 from refattn.verification.question import Question
 from refattn.verification.report import Row
 from refattn.verification.truth import ReferenceNaNError, Truth, truth_of
@@ -118,6 +119,7 @@ class Session:
         first = self._ask_capabilities()
         if not first:
             return
+        self.plan.results = self._results
         rest = self._possible(self.plan.rest([probe for probe, _ in first]))
         taken = [d for d in self.dtypes if not self.capabilities.refused(d)]
         asked = [(probe, dtype) for dtype in taken for probe in rest]
@@ -125,11 +127,46 @@ class Session:
         again = first[:1]
         outcomes = self._ask([*asked, *again])
         self._take(asked, outcomes[: len(asked)])
+        self._ask_the_rest_in_parts(rest, taken)
         self._compare_repeat(again[0], outcomes[-1])
         self._twins()
         if self.seed:
             self._note(f"the probes were drawn with --seed {self.seed}")
         self._say_what_was_left_out()
+
+    def _ask_the_rest_in_parts(self, probes: Sequence[Probe], dtypes: Sequence[str]) -> None:
+        """Rows of pairs that were refused as a whole: which features it does not take together, and the pairs without them."""
+        refused = [p for p in probes if p.name.startswith("pairs_") and self._refused_whole(p, dtypes[0])]
+        if not refused or self.candidate.patience.over:
+            return
+        for probe in refused[:_PARTS]:
+            with_options = [n for n in probe.features if n in self.plan.features_that_pass(probe.options)]
+            for one, other in itertools.combinations(with_options, 2):
+                pair = frozenset({(one, probe.features[one]), (other, probe.features[other])})
+                if pair in self.plan.forbidden or any(pair <= set(p.features.items()) for p in self._answered):
+                    continue
+                part = self.plan.build(Entry(f"{one}_and_{other}", dict(pair), {}))
+                if part is not None and self._ask([(part, dtypes[0])])[0].status == "unsupported":
+                    self.plan.forbidden.add(pair)
+        self.rows = [r for r in self.rows if not any(r.probe == p.name for p in refused)]
+        again = self._possible(self.plan.pairs(self._answered))
+        again = [dataclasses.replace(p, name=p.name.replace("pairs", "parts")) for p in again]
+        asked = [(p, d) for d in dtypes for p in again]
+        self._take(asked, self._ask(asked))
+
+    def _refused_whole(self, probe: Probe, dtype: str) -> bool:
+        outcome = self._outcomes.get((probe.name, dtype))
+        return outcome is not None and outcome.status == "unsupported"
+
+    @property
+    def _answered(self) -> list[Probe]:
+        """The probes that gave numbers."""
+        return [self.probe_of(case) for case in self.cases]
+
+    @property
+    def _results(self) -> set[str]:
+        """The results that the candidate has been seen to return."""
+        return {name for outcome in self._outcomes.values() for name in outcome.fields}
 
     def recorded(self) -> None:
         """A recorded call: its own inputs are the only probe."""
@@ -558,7 +595,7 @@ class Session:
         )
 
 
-_TWINS = 12
+_TWINS, _PARTS = 12, 8
 
 
 def _words(options: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ A probe passes only what it is about: no option that equals its default or follo
 
 from refattn.verification.probes.covering import covering_rows
 from refattn.verification.probes.draft import Impossible
-from refattn.verification.probes.plan import Plan, probes, redraw
+from refattn.verification.probes.plan import Entry, Plan, probes, redraw
 from refattn.verification.probes.probe import Probe, storage_dtype
 
-__all__ = ["Impossible", "Plan", "Probe", "covering_rows", "probes", "redraw", "storage_dtype"]
+__all__ = ["Entry", "Impossible", "Plan", "Probe", "covering_rows", "probes", "redraw", "storage_dtype"]

@@ -31,7 +31,7 @@ class Level:
     ``sizes`` are axis lengths by letter, ``example`` further words for the mechanism's example, ``options`` the options of
     the mechanism that it passes, ``apply`` what it does to the draft once the arrays are there, ``says`` a few words
     for the report, ``named`` the conventions that a signature must name, ``form`` a capability of its own: a form of an
-    option that many implementations do not have.
+    option that many implementations do not have, ``cotangent`` the one result that takes a cotangent.
     """
 
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -41,6 +41,7 @@ class Level:
     says: str = ""
     named: tuple[str, ...] = ()
     form: str = ""
+    cotangent: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

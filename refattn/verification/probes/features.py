@@ -360,7 +360,7 @@ def _only(name: str) -> Level:
             raise Impossible(f"it has no {name}")
         draft.cotangents_of = (name,)
 
-    return Level(apply=apply, says=f"a cotangent of the {name} alone")
+    return Level(apply=apply, says=f"a cotangent of the {name} alone", cotangent=name)
 
 
 FORMS: tuple[Feature, ...] = (

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from refattn.mechanism import Mechanism
-from refattn.verification.probes.draft import Draft, Feature, Level
+from refattn.verification.probes.draft import Draft, Feature, Impossible, Level
 from refattn.verification.probes.features import OFF, SHAPES, shared_features
 
 __all__ = ["features_of"]
@@ -113,6 +113,12 @@ def _absent_first(draft: Draft) -> None:
     draft.give(indices=chosen)
 
 
+def _exact_ties(draft: Draft) -> None:
+    """Whole numbers times a power of two: equal logits are equal in every order of summation."""
+    if "scale" in draft.arguments:
+        raise Impossible("with a scale of one's own the logits are rounded, and ties with them")
+
+
 def _span_alone(draft: Draft) -> None:
     """Span and ramp, and neither positions nor a largest span: every key in reach stands before the ramp's end."""
     given = draft.arguments
@@ -181,7 +187,7 @@ _OWN: dict[str, tuple[Feature, ...]] = {
             _passes("count"),
             one=_with("one key for each query", count=1),
             many=_with("eight keys", count=8),
-            ties=_with("every key stands several times: ties go to the lower index", n=5, count=8, d=4),
+            ties=_with("every key stands several times: ties go to the lower index", _exact_ties, n=5, count=8, d=4),
             indices=Level(options=("indices",), apply=_absent_first, says="keys given, the first of them absent"),
         ),
     ),

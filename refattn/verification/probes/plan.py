@@ -15,7 +15,7 @@ from refattn.verification.probes.own import features_of
 from refattn.verification.probes.probe import Probe
 from refattn.verification.probes.special import special_recipes, values_feature
 
-__all__ = ["Plan", "probes", "redraw"]
+__all__ = ["Entry", "Plan", "probes", "redraw"]
 
 _TURNS = 8
 
@@ -79,6 +79,7 @@ class Plan:
         self.accepts = accepts or (lambda names: True)
         self.all_features = {**features_of(mechanism), "values": values_feature(mechanism)}
         self.forbidden: set[frozenset[tuple[str, str]]] = set()  # levels that the mechanism does not allow together
+        self.results: set[str] | None = None  # what the candidate returns, once that is known
         self.refused: dict[str, str] = {}  # recipes (by name) that the mechanism does not allow, and why
 
     # ------------------------------------------------------------------ features that the candidate takes
@@ -91,7 +92,8 @@ class Plan:
             levels = levels or {feature.plain: feature.levels[feature.plain]}
             if feature.name == "shape":
                 levels = self._shapes(levels)
-            if len(levels) > 1 or feature.name == "shape" or next(iter(levels)) != feature.plain:
+            only = next(iter(levels.values()))
+            if len(levels) > 1 or feature.name == "shape" or only.apply or only.example:
                 found[feature.name] = Feature(feature.name, levels)
         return found
 
@@ -119,6 +121,8 @@ class Plan:
         return found
 
     def _takes(self, level: Level) -> bool:
+        if level.cotangent and self.results is not None and level.cotangent not in self.results:
+            return False
         if set(level.options) & set(self.fixed) or (level.form and not self.accepts((level.form,))):
             return False
         asked = [n for n in level.options if n in self.mechanism.options and n not in self.mechanism.positional]
