@@ -91,6 +91,7 @@ class Session:
             allows=self.capabilities.allows,
             fixed=self.fixed,
             also=dict(also or {}),
+            few_shapes=candidate.compiles,
             seed=seed,
             thorough=thorough,
         )
@@ -165,8 +166,9 @@ class Session:
 
     @property
     def _results(self) -> set[str]:
-        """The results that the candidate has been seen to return."""
-        return {name for outcome in self._outcomes.values() for name in outcome.fields}
+        """The results that the candidate has been seen to return, and that may take a cotangent."""
+        found = {name for outcome in self._outcomes.values() for name in outcome.fields}
+        return found - {"lse"} if self.candidate.conventions.lse_gradient is False else found
 
     def recorded(self) -> None:
         """A recorded call: its own inputs are the only probe."""

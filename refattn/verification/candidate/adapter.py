@@ -161,6 +161,7 @@ class Adapter:
             "acceptance": dataclasses.asdict(self.acceptance),
             "has_backward": self.backward is not None or self.framework.differentiates,
             "explicit_backward": self.backward is not None,
+            "compiles": self.framework.compiles,
             "imports_refattn": self.imports_refattn,
             "notes": self.notes,
         }
@@ -227,19 +228,17 @@ class Adapter:
                 with clock:
                     return self._fields(values)
 
-            # Compiled as a whole, JAX's own function takes a second for what takes ten operation by operation.
-            function = self.framework.compiled(timed) if self._library else timed
             pulled = Pulled()
             if not cotangents or not call.wrt:
-                fields = function(handed)
+                fields = timed(handed)
             elif self.backward is not None:
-                fields = function(handed)
+                fields = timed(handed)
                 pulled = self._explicit_backward(handed, host_cotangents)
             else:
                 try:
-                    fields, pulled = self.framework.run(function, handed, call.wrt, host_cotangents)
+                    fields, pulled = self.framework.run(timed, handed, call.wrt, host_cotangents)
                 except NotImplementedError as error:
-                    fields = function(handed)
+                    fields = timed(handed)
                     pulled = Pulled(remark=f"backward: {str(error) or 'NotImplementedError'}")
             back = {n: self.result_out(n, self._back(n, x)) for n, x in fields.items()}
             gradients = {

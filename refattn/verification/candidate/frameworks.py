@@ -44,6 +44,7 @@ class Framework:
 
     name = "numpy"
     differentiates = False
+    compiles = False  # whether every new shape costs seconds
 
     def bring(self, x: np.ndarray) -> Any:
         """The array in this library; ``x`` is the candidate's own writeable copy, strides included."""
@@ -69,12 +70,6 @@ class Framework:
     def scope(self, x64: bool) -> Iterator[None]:
         """Context in which arrays are brought and the candidate is called."""
         yield
-
-    def compiled(
-        self, function: Callable[[dict[str, Any]], dict[str, Any]]
-    ) -> Callable[[dict[str, Any]], dict[str, Any]]:
-        """The function as the library's compiler makes it; only for functions known to be pure."""
-        return function
 
     def run(
         self,
@@ -191,12 +186,16 @@ def _to_device(t: Any, device: str) -> Any:
 class Jax(Framework):
     """JAX arrays; the backward is jax.vjp's.
 
+    It runs operation by operation: each is compiled once for every shape that it meets, so that calls on few shapes are
+    quick whatever their options.
+
     JAX turns 64-bit arrays into 32-bit ones unless told otherwise.  ``jax_enable_x64`` is switched on for the calls
     whose arrays are float64, and for these alone, so that a candidate's own constants keep their usual types elsewhere.
     """
 
     name = "jax"
     differentiates = True
+    compiles = True
 
     def bring(self, x: np.ndarray) -> Any:
         import jax.numpy as jnp
@@ -220,15 +219,6 @@ class Jax(Framework):
             return
         with jax.enable_x64(True):
             yield
-
-    def compiled(self, function):
-        import jax
-
-        def call(handed: dict[str, Any]) -> dict[str, Any]:
-            traced = {n: x for n, x in handed.items() if isinstance(x, jax.Array)}
-            return jax.jit(lambda arrays: function({**handed, **arrays}))(traced)
-
-        return call
 
     def run(self, function, handed, wrt, cotangents):
         import jax

@@ -111,6 +111,7 @@ class Candidate:
         self.layout: str = about["layout"]
         self.has_backward: bool = about["has_backward"]
         self.explicit_backward: bool = about["explicit_backward"]
+        self.compiles: bool = about["compiles"]
         self.notes: tuple[str, ...] = tuple(about["notes"])
         self.patience = Patience()
         self._called: set[str] = set()

@@ -19,6 +19,9 @@ __all__ = ["Entry", "Plan", "probes", "redraw"]
 
 _TURNS = 8
 
+FEW_SHAPES = ("plain", "mixed", "square", "more_queries", "decode", "equal", "single")
+"""The shapes for candidates that are compiled anew for each."""
+
 CAPABILITY_SIZES: dict[str, dict[str, int]] = {
     "grouped_heads": {"b": 1, "h": 6, "g": 2, "q": 13, "k": 21, "d": 20, "e": 20},
     "value_channels": {"b": 1, "h": 5, "g": 5, "q": 9, "k": 23, "d": 20, "e": 14},
@@ -55,6 +58,8 @@ class Plan:
         Options fixed by the user: they go into every probe; features of these options stay plain.
     also
         Axis lengths of the user's own, probed beside the others.
+    few_shapes
+        The candidate is compiled anew for every shape: half of the shapes, no special ones, no forms of memory.
     seed
         What everything is drawn with.
     thorough
@@ -70,11 +75,12 @@ class Plan:
         allows: Callable[[Mapping[str, int]], bool] = lambda sizes: True,
         fixed: Mapping[str, Any] | None = None,
         also: Mapping[str, int] | None = None,
+        few_shapes: bool = False,
         seed: int = 0,
         thorough: bool = False,
     ) -> None:
         self.mechanism, self.fit, self.fixed, self.seed = mechanism, fit, dict(fixed or {}), seed
-        self.allows, self.also = allows, dict(also or {})
+        self.allows, self.also, self.few_shapes = allows, dict(also or {}), few_shapes
         self.thorough = thorough
         self.accepts = accepts or (lambda names: True)
         self.all_features = {**features_of(mechanism), "values": values_feature(mechanism)}
@@ -88,6 +94,8 @@ class Plan:
         """The features with the levels that the candidate takes, the first of them the plain one; others are left out."""
         found = {}
         for feature in self.all_features.values():
+            if self.few_shapes and feature.name in ("memory", "cotangent_memory"):
+                continue  # what is compiled has no strides
             levels = {n: x for n, x in feature.levels.items() if self._takes(x)}
             levels = levels or {feature.plain: feature.levels[feature.plain]}
             if feature.name == "shape":
@@ -103,7 +111,8 @@ class Plan:
         seen: list[dict[str, int]] = []
         for name, level in levels.items():
             sizes = sizes_of(self.mechanism, self.fit(dict(level.sizes)))
-            if not kept or (self.allows(sizes) and sizes not in seen):
+            wanted = not self.few_shapes or name in FEW_SHAPES
+            if not kept or (wanted and self.allows(sizes) and sizes not in seen):
                 kept[name] = level
                 seen.append(sizes)
         return kept
@@ -152,7 +161,7 @@ class Plan:
         found = [
             Entry(name, recipe, sizes, "special")
             for name, recipe, sizes in special_recipes(self.mechanism, self.all_features)
-            if all(n in taken and x in taken[n].levels for n, x in recipe.items())
+            if not (sizes and self.few_shapes) and all(n in taken and x in taken[n].levels for n, x in recipe.items())
         ]
         if self.also:
             found.append(Entry("also", {}, {"b": 1, **self.also}, "special"))
