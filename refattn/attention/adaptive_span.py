@@ -47,7 +47,6 @@ from refattn.core import options
 from refattn.core.blocks import product
 from refattn.cost import require_sizes
 from refattn.mechanism import function, mechanism
-from refattn.mistakes.adaptive_span import adaptive_span_mutations
 from refattn.records import Counts, Elements, Pass, Result
 
 __all__ = ["adaptive_span_attention", "span_penalty"]
@@ -356,7 +355,6 @@ adaptive_span_attention = mechanism(
     backward,
     cost,
     example,
-    mutations=adaptive_span_mutations,
     name="adaptive_span_attention",
     differentiable=("q", "k", "v", "span", "key_positions", "persistent_keys", "persistent_values", "scale"),
     outputs=("output", "lse"),

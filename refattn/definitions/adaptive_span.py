@@ -87,9 +87,12 @@ class AdaptiveSpan(ScaledDotProduct):
         """Keys within the reach, (..., h, q, k) without the slots."""
         first = self.nearest
         seen = (self.steps_back >= first) & (self.steps_back <= self.reach + first - 1) & self.visible_by_mask
-        if not self.renormalize_eps:
-            seen = seen & (self.level.real >= 0)
-        return np.broadcast_to(seen, (*self.pairs[:-1], self.past_keys))
+        return np.broadcast_to(seen & self.visible_by_ramp, (*self.pairs[:-1], self.past_keys))
+
+    @step
+    def visible_by_ramp(self):
+        """Keys up to the far end of the ramp; all, where ``renormalize_eps`` adds what the softmax gives the others."""
+        return True if self.renormalize_eps else self.level.real >= 0
 
     @step
     def visible(self):

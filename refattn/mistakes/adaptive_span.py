@@ -1,256 +1,331 @@
-"""The ways people get adaptive spans wrong, each as the numbers that the mistake gives.
-
-:class:`_Dense` writes the attention down once more over whole (b, h, q, k) arrays, in steps that a mistake replaces; its
-backward follows the same steps, so a kernel with automatic gradients and a wrong forward is recognised in both.
-"""
-
-import functools
-from typing import Any
+"""How people get adaptive spans wrong: the ramp, what it multiplies, distances, their table, slots, the gradient of the span."""
 
 import numpy as np
 
-from refattn.records import Mutation, Result
+from refattn.definitions.adaptive_span import AdaptiveSpan, by_column
+from refattn.definitions.scaled_dot_product import divide
+from refattn.definitions.steps import step
+from refattn.mistakes.engine import Catalogue
+from refattn.mistakes.scaled_dot_product import catalogue as dense
 
-__all__ = ["adaptive_span_mutations"]
-
-Arguments = dict[str, Any]
-
-
-class _Dense:
-    """Adaptive span attention on whole float64 arrays; the flags of a subclass are the mistakes."""
-
-    origin_shift = 0  # added to every distance
-    self_visible = False
-    renormalised = True
-    clipped = True
-    reversed_positions = False
-    positions_scaled = True
-    shared_span = False
-    ramped_slots = False
-    additive = False
-    ramp_width = 1.0
-    inclusive = True
-
-    def __init__(self, arguments: Arguments) -> None:
-        a = self.a = arguments
-        lead = self.lead = np.broadcast_shapes(*(np.shape(a[n])[:-3] for n in "qkv"))
-        self.q, self.k, self.v = (
-            np.broadcast_to(np.asarray(a[n], np.float64), lead + np.shape(a[n])[-3:]) for n in "qkv"
-        )
-        (self.h, self.n_q, d), self.n_k = self.q.shape[-3:], self.k.shape[-2]
-        scale = a.get("scale")
-        self.scale = d**-0.5 if scale is None else float(np.reshape(scale, ()))
-        table = a.get("key_positions")
-        limit = a.get("max_span") or (self.n_k - self.n_q if table is None else np.shape(table)[-1])
-        i, j = np.arange(self.n_q)[:, None] + self.n_k - self.n_q, np.arange(self.n_k)[None]
-        self.distance = i - j
-        shown = int(self.self_visible)
-        self.visible = (self.distance >= 1 - shown) & (self.distance <= limit - shown)
-        if a.get("mask") is not None:
-            self.visible = self.visible & np.asarray(a["mask"])
-        self.visible = np.broadcast_to(self.visible, (*lead, self.h, self.n_q, self.n_k))
-        span = np.asarray(a["span"], np.float64)
-        self.span = span[:, None] if span.ndim == 1 else span  # (..., h, q|1)
-        if self.shared_span:
-            self.span = np.broadcast_to(self.span.max(axis=-2, keepdims=True), self.span.shape)
-        self.width = float(a.get("ramp", 32)) * self.ramp_width
-        x = self.distance - 1 + a.get("distance_origin", 1) + self.origin_shift + shown
-        self.level = (self.width + self.span[..., None] - x) / self.width
-        self.m = np.where(self.visible, np.clip(self.level, 0.0, 1.0 if self.clipped else None), 0.0)
-        self.table, self.column = None, np.clip(self.distance - 1 + shown, 0, None)
-        if table is not None:
-            table = np.asarray(table, np.float64)
-            table = table[..., ::-1] if self.reversed_positions else table
-            self.table = np.broadcast_to(table, (self.h, *table.shape[-2:]))
-            self.column = np.where((self.column >= 0) & (self.column < table.shape[-1]), self.column, 0)
-        self.slots = None
-        if a.get("persistent_keys") is not None:
-            self.slots = tuple(np.asarray(a[n], np.float64) for n in ("persistent_keys", "persistent_values"))
-        self.eps = a.get("renormalize_eps", 0.0)
-
-    def run(self) -> tuple[np.ndarray, np.ndarray]:
-        with np.errstate(all="ignore"):
-            s = self.scale * np.einsum("...qd,...kd->...qk", self.q, self.k)
-            if self.table is not None:
-                t = np.einsum("...hqd,hdn->...hqn", self.q, self.table) * (self.scale if self.positions_scaled else 1.0)
-                s = s + np.take_along_axis(t, np.broadcast_to(self.column, s.shape), -1)
-            s = np.where(self.visible, s, 0.0)
-            if self.slots is not None:
-                s = np.concatenate([s, self.scale * np.einsum("...hqd,hnd->...hqn", self.q, self.slots[0])], -1)
-            n = s.shape[-1] - self.n_k
-            ones = np.ones((*s.shape[:-1], n))
-            if self.ramped_slots:
-                ones = ones * np.clip(self.span[..., None] / self.width, 0, 1)
-            m = np.concatenate([self.m, ones], -1)
-            seen = np.concatenate([self.visible, np.ones_like(ones, bool)], -1)
-            inner = seen & (m > 0) if not self.eps and self.renormalised else seen
-            peak = np.max(np.where(inner, s, -np.inf), -1, keepdims=True, initial=-np.inf)
-            peak = np.where(peak == -np.inf, 0.0, peak)
-            e = np.where(seen, np.exp(s - peak), 0.0)
-            total, everything = (
-                np.where(m > 0, m * e, 0.0).sum(-1, keepdims=True),
-                np.where(inner, e, 0.0).sum(-1, keepdims=True),
-            )
-            self.denominator = total + self.eps * everything if self.renormalised else everything
-            safe = np.where(self.denominator == 0, 1.0, self.denominator)
-            self.s, self.e, self.m_all, self.total, self.seen = s, e, m, total, inner
-            self.weights = np.where(m > 0, m * e, 0.0) / safe
-            self.raw = np.where(self.denominator == 0, 0.0, e / safe)
-            output = np.einsum("...qk,...ke->...qe", self.weights[..., : self.n_k], self.v)
-            if self.slots is not None:
-                output = output + np.einsum("...hqn,hne->...hqe", self.weights[..., self.n_k :], self.slots[1])
-            lse = np.where(
-                total[..., 0] > 0, np.log(np.where(total[..., 0] > 0, total[..., 0], 1.0)) + peak[..., 0], -np.inf
-            )
-        self.output = output
-        return output, lse
-
-    def gradients(self, cotangents: dict[str, Any]) -> dict[str, np.ndarray]:
-        self.run()
-        d_o, d_z = cotangents.get("output"), cotangents.get("lse")
-        d_o = np.zeros_like(self.output) if d_o is None else np.asarray(d_o, np.float64)
-        n_k = self.n_k
-        with np.errstate(all="ignore"):
-            d_a = np.einsum("...qe,...ke->...qk", d_o, self.v)
-            if self.slots is not None:
-                d_a = np.concatenate([d_a, np.einsum("...hqe,hne->...hqn", d_o, self.slots[1])], -1)
-            delta = (d_o * self.output).sum(-1, keepdims=True)
-            alone = np.where(self.total > 0, self.denominator / np.where(self.total > 0, self.total, 1.0), 0.0)
-            z = 0.0 if d_z is None else np.where(self.total > 0, np.asarray(d_z, np.float64)[..., None], 0.0) * alone
-            if self.renormalised:
-                d_m = self.raw * (d_a - delta + z)
-                d_s = self.m_all * d_m - self.eps * delta * np.where(self.seen, self.raw, 0.0)
-            else:
-                d_m = self.raw * (d_a + z)
-                d_s = self.m_all * d_m - delta * self.raw
-        band, m = d_s[..., :n_k], d_m[..., :n_k]
-        ends = (self.level >= 0) & (self.level <= 1) if self.inclusive else (self.level > 0) & (self.level < 1)
-        d_level = np.where(self.visible & ends, m, 0.0)
-        if self.additive:
-            d_level = np.where(self.m > 0, d_level, 0.0)
-        found = {"span": self._span(d_level.sum(-1) / self.width)}
-        d_q = np.einsum("...qk,...kd->...qd", band, self.k)
-        if self.table is not None:
-            by_distance = np.zeros((*band.shape[:-1], self.table.shape[-1]))
-            for at in np.ndindex(band.shape[:-1]):
-                np.add.at(by_distance[at], self.column[at[-1]], band[at])
-            ratio = 1.0 if self.positions_scaled else 1 / self.scale
-            d_q = d_q + ratio * np.einsum("...hqn,hdn->...hqd", by_distance, self.table)
-            table = ratio * self.scale * np.einsum("...hqn,...hqd->...hdn", by_distance, self.q)
-            table = table[..., ::-1] if self.reversed_positions else table
-            found["key_positions"] = self._sum(table, np.shape(self.a["key_positions"]))
-        if self.slots is not None:
-            extra = d_s[..., n_k:]
-            d_q = d_q + np.einsum("...hqn,hnd->...hqd", extra, self.slots[0])
-            keys = self.scale * np.einsum("...hqn,...hqd->...hnd", extra, self.q)
-            values = np.einsum("...hqn,...hqe->...hne", self.weights[..., n_k:], d_o)
-            found.update(
-                persistent_keys=self._sum(keys, keys.shape[-3:]), persistent_values=self._sum(values, values.shape[-3:])
-            )
-        found["q"] = self._sum(self.scale * d_q, np.shape(self.a["q"]))
-        found["k"] = self._sum(self.scale * np.einsum("...qk,...qd->...kd", band, self.q), np.shape(self.a["k"]))
-        found["v"] = self._sum(np.einsum("...qk,...qe->...ke", self.weights[..., :n_k], d_o), np.shape(self.a["v"]))
-        return found
-
-    def _span(self, d: np.ndarray) -> np.ndarray:
-        shape = np.shape(self.a["span"])
-        d = np.broadcast_to(d, (*self.lead, self.h, self.n_q))
-        if self.shared_span:  # the largest head takes it all
-            whole = np.zeros_like(d)
-            np.put_along_axis(
-                whole, np.argmax(np.broadcast_to(self.span, d.shape), -2)[..., None, :], d.sum(-2, keepdims=True), -2
-            )
-            d = whole
-        return self._sum(d.sum(-1), shape) if len(shape) == 1 else self._sum(d, shape)
-
-    @staticmethod
-    def _sum(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        x = x.sum(tuple(range(x.ndim - len(shape)))) if x.ndim > len(shape) else x
-        axes = tuple(n for n, (have, want) in enumerate(zip(x.shape, shape, strict=True)) if want == 1 != have)
-        return x.sum(axes, keepdims=True) if axes else x
-
-
-def _differs(kind: type[_Dense], arguments: Arguments) -> bool:
-    right, wrong = _Dense(arguments), kind(arguments)
-    return not all(
-        np.allclose(x, y, rtol=0, atol=1e-9, equal_nan=True) for x, y in zip(right.run(), wrong.run(), strict=True)
-    )
-
-
-def _forward(kind: type[_Dense], arguments: Arguments) -> Result | None:
-    if not _differs(kind, arguments):
-        return None
-    output, lse = kind(arguments).run()
-    return Result(output=output, lse=lse)
-
-
-def _gradients(kind: type[_Dense], arguments: Arguments, cotangents: dict[str, Any]) -> dict[str, Any] | None:
-    right, wrong = _Dense(arguments).gradients(cotangents), kind(arguments).gradients(cotangents)
-    if all(
-        np.allclose(right[n], wrong[n], rtol=0, atol=1e-9 * max(1.0, np.abs(right[n]).max(initial=0))) for n in wrong
-    ):
-        return None
-    return wrong
-
-
-def _no_cotangent(name: str) -> Any:
-    def gradients(arguments: Arguments, cotangents: dict[str, Any]) -> dict[str, Any] | None:
-        if cotangents.get(name) is None or not np.any(cotangents[name]):
-            return None
-        return _Dense(arguments).gradients({**cotangents, name: None})
-
-    return gradients
-
-
-def _variant(**flags: Any) -> type[_Dense]:
-    return type("Variant", (_Dense,), flags)
-
-
-def _other_origin(arguments: Arguments) -> type[_Dense]:
-    return _variant(origin_shift=1 if arguments.get("distance_origin", 1) == 0 else -1)
-
-
-_WRONG = (
-    (
-        "span_not_renormalised",
-        "the ramp multiplies finished softmax weights, which then sum to less than 1",
-        {"renormalised": False},
+catalogue = Catalogue(
+    AdaptiveSpan,
+    built_on=dense,
+    without=(
+        "alibi_*", "bias_*", "cap_*", "causal_*", "drop_*", "gqa_*", "keep_additive", "lengths_*", "mask_stride", "none_mask",
+        "pattern_drop", "score_mod_drop", "segments_*", "sink_*", "tail_*", "window_*", "mask_or_causal",
     ),
-    ("span_self_visible", "a query sees itself as its nearest key", {"self_visible": True}),
-    ("span_ramp_unclipped", "the ramp goes on growing above 1 inside the span", {"clipped": False}),
-    ("span_ramp_width", "the ramp is twice as wide", {"ramp_width": 2.0}),
-    ("span_positions_reversed", "key_positions are read furthest key first", {"reversed_positions": True}),
-    ("span_positions_unscaled", "the position term is not scaled", {"positions_scaled": False}),
-    ("span_shared", "all heads use the largest head's span", {"shared_span": True}),
-    ("span_slots_ramped", "persistent slots are weighted by the span too", {"ramped_slots": True}),
+)  # fmt: skip
+"""Without the mistakes with options that are not here."""
+
+
+# ---------------------------------------------------------------------------------------------- the ramp
+
+
+@catalogue.mistake(why="The paper multiplies inside the softmax; a mask on finished weights looks alike.")
+class span_not_renormalised(AdaptiveSpan):
+    """the ramp multiplies finished softmax weights, which then sum to less than 1"""
+
+    visible_by_ramp = True
+
+    @step
+    def row_sum(self):
+        return self.plain_exponentials.sum(-1, keepdims=True)
+
+    @step
+    def largest(self):
+        return np.where(self.seen, self.logits, -np.inf).real.max(-1, keepdims=True, initial=-np.inf)
+
+    @step
+    def rebuilt_plain(self):
+        return divide(self.plain_exponentials, self.row_sum)
+
+    @step
+    def d_ramp(self):
+        d = np.where(self.touched, self.rebuilt_plain * self.d_weights, 0.0)
+        return d + self.d_lse[..., None] * divide(self.plain_exponentials, self.key_sum)
+
+    @step
+    def d_logits(self):
+        d = np.where(self.weighting == 0, 0.0, self.weighting * self.d_ramp)
+        return np.where(self.touched, d - self.delta * self.rebuilt_plain, 0.0)
+
+
+@catalogue.mistake(why="The paper counts from the token before, the released code from 0.")
+class span_origin(AdaptiveSpan):
+    """distances are counted from the other origin"""
+
+    @step
+    def origin(self):
+        return 1 - self.distance_origin
+
+
+@catalogue.mistake(why="Ordinary causal attention sees the diagonal.")
+class span_self_visible(AdaptiveSpan):
+    """a query sees itself as its nearest key"""
+
+    nearest = 0
+
+    @step
+    def level(self):
+        x = self.steps_back + self.origin
+        return (self.ramp_width + self.span_of_head[..., None] - x) / self.ramp_width
+
+
+@catalogue.mistake(why="min(x, 1) is left out of a clip.")
+class span_ramp_unclipped(AdaptiveSpan):
+    """the ramp goes on growing above 1 inside the span"""
+
+    @step
+    def clipped(self):
+        return np.where(self.level.real > 0, self.level, 0.0)
+
+    @step
+    def ramp_slope(self):
+        return self.level.real >= 0
+
+
+@catalogue.mistake(why="R is taken for half of the ramp.")
+class span_ramp_width(AdaptiveSpan):
+    """the ramp is twice as wide"""
+
+    @step
+    def ramp_width(self):
+        return 2 * self.ramp
+
+    @step
+    def level(self):
+        return super().level
+
+
+@catalogue.mistake(why="The ramp looks like a detail of training.")
+class span_hard(AdaptiveSpan):
+    """keys within the span have weight 1, all others 0"""
+
+    @step
+    def clipped(self):
+        return 1.0 * (self.level.real >= 1)
+
+    @step
+    def ramp_slope(self):
+        return np.zeros(self.level.shape, dtype=bool)
+
+
+@catalogue.mistake(why="A mask is a factor of the logits in other places.")
+class span_on_logits(AdaptiveSpan):
+    """the ramp multiplies the logits in place of the exponentials"""
+
+    @step
+    def factor(self):
+        past = np.broadcast_to(self.clipped, (*self.pairs[:-1], self.past_keys))
+        return np.concatenate([past, self.ramp_of_slots], axis=-1)
+
+    @step
+    def logits(self):
+        return self.factor * super().logits
+
+    @step
+    def weighting(self):
+        return np.where(self.visible, 1.0, 0.0)
+
+    @step
+    def d_level(self):
+        d = self.d_scaled * self.scaled / np.where(self.factor == 0, 1.0, self.factor)
+        return np.where(self.visible_past & self.ramp_slope, d[..., : self.past_keys], 0.0)
+
+    @step
+    def d_scaled(self):
+        return self.factor * self.d_logits
+
+
+@catalogue.mistake(why="One bound on the keys serves all heads.")
+class span_shared(AdaptiveSpan):
+    """all heads use the largest head's span"""
+
+    @step
+    def widest(self):
+        return np.broadcast_to(super().span_of_head, (*self.pairs[:-2], super().span_of_head.shape[-1]))
+
+    @step
+    def span_of_head(self):
+        return np.broadcast_to(self.widest.max(-2, keepdims=True), self.widest.shape)
+
+    @step
+    def d_span(self):
+        d = self.d_level.sum(-1) / self.ramp_width
+        d = d if np.ndim(self.argument("span")) > 1 else d.sum(-1, keepdims=True)
+        first = self.widest.argmax(-2)[..., None, :]
+        whole = np.zeros_like(d)
+        np.put_along_axis(whole, first, d.sum(-2, keepdims=True), -2)
+        return whole if np.ndim(self.argument("span")) > 1 else whole[..., 0]
+
+
+# ---------------------------------------------------------------------------------------------- positions and slots
+
+
+@catalogue.mistake(why="The nearest key stands last in memory and first in the table.")
+class span_positions_reversed(AdaptiveSpan):
+    """key_positions are read furthest key first"""
+
+    @step
+    def position_table(self):
+        return super().position_table[..., ::-1]
+
+    @step
+    def d_key_positions(self):
+        return super().d_key_positions[..., ::-1]
+
+
+class PositionsScaled(AdaptiveSpan):
+    """The position term has a factor of its own beside the scale."""
+
+    factor = None
+
+    @step
+    def position_products(self):
+        return self.factor * super().position_products
+
+    @step
+    def d_by_distance(self):
+        return self.factor * super().d_by_distance
+
+
+@catalogue.mistake(why="The paper prints no scale; code divides the sum, or only the content.")
+class span_positions_unscaled(PositionsScaled):
+    """the position term is not scaled"""
+
+    @step
+    def factor(self):
+        return 1 / self.scale
+
+    @step
+    def d_scale(self):
+        return np.where(self.touched, self.d_scaled * self.content, 0.0).sum()
+
+
+@catalogue.mistake(name="span_positions_drop", why="Positions are taken for optional.")
+class span_positions_left_out(PositionsScaled):
+    """key_positions are left out"""
+
+    factor = 0.0
+
+
+@catalogue.mistake(why="Distances are counted from 0 in the table and from 1 in the ramp.")
+class span_positions_off1(AdaptiveSpan):
+    """key_positions are read one distance further"""
+
+    @step
+    def column(self):
+        return super().column + 1
+
+
+@catalogue.mistake(why="The mask is applied to everything that the softmax sees.")
+class span_slots_ramped(AdaptiveSpan):
+    """persistent slots are weighted by the span too"""
+
+    @step
+    def ramp_of_slots(self):
+        level = np.clip(self.span_of_head[..., None] / self.ramp_width, 0.0, 1.0)
+        return np.broadcast_to(level, super().ramp_of_slots.shape)
+
+    @step
+    def d_span(self):
+        inside = (self.span_of_head >= 0) & (self.span_of_head <= self.ramp_width)
+        extra = np.where(inside, self.d_ramp[..., self.past_keys :].sum(-1) / self.ramp_width, 0.0)
+        return super().d_span + (extra.sum(-1) if np.ndim(self.argument("span")) == 1 else extra)
+
+
+@catalogue.mistake(name="span_slots_drop", why="Slots belong to a later paper.")
+class span_slots_hidden(AdaptiveSpan):
+    """persistent slots are not seen"""
+
+    @step
+    def visible(self):
+        return np.concatenate([self.visible_past, np.zeros((*self.pairs[:-1], self.slots), dtype=bool)], axis=-1)
+
+    @step
+    def ramp_of_slots(self):
+        return np.zeros_like(super().ramp_of_slots)
+
+
+@catalogue.mistake(why="It looks like a guard against 0.")
+class eps_drop(AdaptiveSpan):
+    """the constant added to the sum of the ramped softmax is left out"""
+
+    renormalize_eps = 0.0
+
+
+# ---------------------------------------------------------------------------------------------- gradients
+
+
+@catalogue.mistake(
+    sides=("backward",), why="ln(ramp) added to the logits has the same forward, and no gradient where the ramp is 0."
 )
+class span_ramp_grad(AdaptiveSpan):
+    """the gradient of the span leaves out the far end of the ramp (an additive log ramp)"""
 
-adaptive_span_mutations: tuple[Mutation, ...] = (
-    Mutation(
-        "span_origin",
-        "distances are counted from the other origin",
-        forward=lambda a: _forward(_other_origin(a), a),
-        gradients=lambda a, c: _gradients(_other_origin(a), a, c),
-    ),
-    *(
-        Mutation(
-            name,
-            says,
-            forward=functools.partial(_forward, _variant(**flags)),
-            gradients=functools.partial(_gradients, _variant(**flags)),
-        )
-        for name, says, flags in _WRONG
-    ),
-    Mutation(
-        "span_ramp_grad",
-        "the gradient of the span leaves out the far end of the ramp (an additive log ramp)",
-        gradients=functools.partial(_gradients, _variant(additive=True)),
-    ),
-    Mutation(
-        "span_ramp_grad",
-        "the gradient of the span is exclusive at both ends of the ramp",
-        gradients=functools.partial(_gradients, _variant(inclusive=False)),
-    ),
-    Mutation("dlse_ignored", "the cotangent of lse is not used", gradients=_no_cotangent("lse")),
-    Mutation("dout_ignored", "the cotangent of the output is not used", gradients=_no_cotangent("output")),
+    @step
+    def ramp_slope(self):
+        return super().ramp_slope & (self.level.real > 0)
+
+
+@catalogue.mistake(
+    name="span_ramp_grad", sides=("backward",), why="A clip has gradient 0 at its ends in some libraries."
 )
+class span_ramp_grad_exclusive(AdaptiveSpan):
+    """the gradient of the span is exclusive at both ends of the ramp"""
+
+    @step
+    def ramp_slope(self):
+        return (self.level.real > 0) & (self.level.real < 1)
+
+
+@catalogue.mistake(name="span_ramp_grad", sides=("backward",), why="jax.numpy.clip passes half.")
+class span_ramp_grad_half(AdaptiveSpan):
+    """at both ends of the ramp half the gradient of the span passes"""
+
+    @step
+    def d_level(self):
+        ends = (self.level.real == 0) | (self.level.real == 1)
+        return np.where(ends, 0.5, 1.0) * super().d_level
+
+
+@catalogue.mistake(
+    name="span_ramp_grad", sides=("backward",), why="The span is given as a fraction of max_span elsewhere."
+)
+class span_ramp_grad_unscaled(AdaptiveSpan):
+    """the gradient of the span is not divided by the width of the ramp"""
+
+    @step
+    def d_span(self):
+        return super().d_span * self.ramp_width
+
+
+@catalogue.mistake(name="span_grad_weights", sides=("backward",), why="a / m is at hand, exp(s) is not.")
+class span_grad_by_weights(AdaptiveSpan):
+    """the gradient of the ramp is taken as that of the weights times the weights, without dividing by the ramp"""
+
+    @step
+    def d_level(self):
+        right = super().d_level
+        return right * self.clipped
+
+
+@catalogue.mistake(name="gradient_absent", sides=("backward",), why="A mask needs no gradient.")
+class span_absent(AdaptiveSpan):
+    """the span gets no gradient"""
+
+    @step
+    def d_span(self):
+        return np.zeros_like(super().d_span)
+
+
+@catalogue.mistake(name="span_positions_grad", sides=("backward",), why="The skew back to distances is left out.")
+class span_positions_unskewed(AdaptiveSpan):
+    """the gradient of key_positions is not shifted back to distances"""
+
+    @step
+    def d_by_distance(self):
+        past = self.d_products[..., : self.past_keys]
+        columns = self.key_positions.shape[-1]
+        return by_column(past, np.minimum(np.arange(self.past_keys), columns - 1) + 0 * self.safe_column, columns)

@@ -8,7 +8,6 @@ from support import assert_close, assert_gradients, cases, random_cotangents
 import refattn as ra
 import refattn.precision
 from refattn.attention import adaptive_span
-from refattn.mistakes.adaptive_span import _Dense
 
 attention = ra.adaptive_span_attention
 EPS = np.finfo(np.float64).eps
@@ -131,20 +130,6 @@ def test_work_follows_the_largest_current_span():
     attention.forward(**{n: counted.asarray(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()})
     want = attention.cost(b=2, h=2, q=70, k=300, d=4, e=3, max_span=200, span=40, ramp=4)
     assert counted.counts.multiplies == want.computed_multiplies
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_base_of_the_mistakes_is_right(name):
-    arguments = base(12, **CASES[name])
-    result, pullback = attention.vjp(**arguments)
-    right = _Dense(arguments)
-    output, lse = right.run()
-    assert_close(output, result.output, 60 * EPS)
-    assert_close(lse, result.lse, 60 * EPS)
-    cotangents = random_cotangents(attention, result, rng(3))
-    gradients = pullback(**cotangents)
-    for n, g in right.gradients(cotangents).items():
-        assert_close(g, gradients[n], 400 * EPS)
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3, 4)])

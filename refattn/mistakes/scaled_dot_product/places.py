@@ -384,9 +384,13 @@ class all_zeros(zeros):
 class zero_gradients(ScaledDotProduct):
     """all gradients are zero"""
 
-    d_output = 0.0
-    d_lse = 0.0
-    delta = 0.0
+    @step
+    def d_output(self):
+        return np.zeros_like(super().d_output)
+
+    @step
+    def d_lse(self):
+        return np.zeros_like(super().d_lse)
 
     @step
     def d_logits(self):
