@@ -95,8 +95,8 @@ def dtype_name(dtype: Any) -> str:
     kind: Any = type(dtype)
     try:
         return _dtype_name(kind, dtype)
-    except TypeError:  # it has no hash
-        return type(dtype).__name__
+    except TypeError:  # it has no hash, as those of older strict namespaces
+        return _dtype_name.__wrapped__(kind, dtype)
 
 
 @functools.lru_cache(maxsize=256)

@@ -120,15 +120,16 @@ def einsum(spec: str, *operands: Array, out: Array | None = None) -> Array:
     try:
         key = (spec, *[(type(x), x.shape, x.dtype) for x in operands])
         contraction = _ready[key]
-    except (KeyError, AttributeError, TypeError):
+    except (KeyError, AttributeError, TypeError) as missing:
         if not isinstance(spec, str):
             raise TypeError(
                 f"spec is a {type(spec).__name__}: expected a string such as 'ij,jk->ik', then the operands"
             ) from None
         contraction = _Contraction(_plan(spec, _shapes(spec, operands)), operands)
-        if len(_ready) >= _MOST:
-            _ready.clear()
-        _ready[key] = contraction
+        if isinstance(missing, KeyError):  # else its dtypes have no hash
+            if len(_ready) >= _MOST:
+                _ready.clear()
+            _ready[key] = contraction
     return contraction(operands, out)
 
 

@@ -65,6 +65,14 @@ def test_a_choice_is_one_of_them(value):
     arrays.require_one_of("form", np.int64(1), ("a", 1))
 
 
+def test_a_dtype_without_a_hash_has_a_name():
+    class Dtype:
+        name = "float32"
+        __hash__ = None
+
+    assert arrays.dtype_name(Dtype()) == "float32"
+
+
 def test_numbers_where_arrays_are_due():
     for check in (lambda: arrays.require_axes(q=(1.0, "... q d")), lambda: arrays.broadcast_leading(q=(1.0, 3))):
         with pytest.raises(TypeError, match="q is 1.0: expected an array"):

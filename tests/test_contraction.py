@@ -236,6 +236,22 @@ def test_results_go_into_the_memory_offered(spec, shapes, used):
     assert np.allclose(np.asarray(einsum(spec, *strict, out=memory)), want, rtol=1e-13, atol=1e-13)
 
 
+def test_dtypes_without_a_hash():
+    """Those of older strict namespaces: nothing is kept ready for them."""
+
+    class Dtype:
+        name = "float64"
+        __hash__ = None
+
+    class Array(np.ndarray):
+        dtype = Dtype()
+
+    ready = len(contraction._ready)
+    x = np.arange(6.0).reshape(2, 3)
+    assert np.array_equal(np.asarray(einsum("ij,kj->ik", x.view(Array), x.view(Array))), x @ x.T)
+    assert len(contraction._ready) == ready
+
+
 def test_half_results_are_rounded_once_whatever_memory_is_offered():
     x = np.full((1, 4096), 1.0, np.float16)
     out = np.zeros((1, 1), np.float16)
