@@ -39,6 +39,7 @@ from refattn.arrays import (
     is_array,
     namespace,
     require_axes,
+    require_finite,
     require_integer,
     to_namespace,
 )
@@ -173,6 +174,8 @@ def forward(
         xp.concat([spread(first), spread(second)], axis=-2) for first, second in ((k_global, k), (v_global, v))
     )
     shared = {"scale": scale, "backend": backend, "algorithm": algorithm}
+    if scale is not None:
+        require_finite("scale", scale)
     factor = (max(1, d) ** -0.5) if scale is None else scale
 
     def term(query: Any, rows: Any) -> tuple[Any, Any]:
