@@ -1,6 +1,8 @@
 # Every target sets up what it needs in .venv: Python 3.11 or newer and make are enough.
 #   make verify     hold the correct example against the reference, then see a broken one named
 #   make test       the test suite
+#   make perturb    the numerical tests with products rounded as another BLAS might, SEED=1
+#   make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows
 #   make fuzz       drawn calls of every mechanism, CASES=2000 SEED=<the time>
 
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 python,\
@@ -55,6 +57,20 @@ test: $(VENV)/.ready-test
 	@echo "Numba-CUDA kernels on the simulator (chosen by the environment before numba is imported, hence a process of its own)"
 	NUMBA_ENABLE_CUDASIM=1 $(PYTEST) tests/backends/test_numba_cuda.py
 
+# Both ask the numbers alone: what products and older libraries may change.
+NUMBERS := tests/contract/test_numbers.py tests/contract/test_gradients.py tests/contract/test_arrays.py
+perturb: $(VENV)/.ready-test
+	$(PYTEST) -n $(WORKERS) --maxprocesses 8 $(NUMBERS) tests/contract/test_special_values.py tests/attention tests/test_memory.py \
+	  tests/test_layers.py tests/test_positions.py tests/test_routing.py tests/test_normalization.py --perturb $(or $(SEED),1)
+
+LOWEST := $(VENV)-lowest
+test-lowest: $(METADATA) | $(BIN)/python
+	$(PYTHON) -m venv $(LOWEST)
+	$(BIN)/python .ci/lowest.py > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip --disable-pip-version-check install -q -c $(LOWEST)/constraints.txt -e ".[test]"
+	OPENBLAS_NUM_THREADS=1 $(LOWEST)/bin/python -P -m pytest -q -n $(WORKERS) --maxprocesses 8 $(NUMBERS) tests/test_arrays.py \
+	  tests/test_contraction.py tests/test_normalization.py tests/test_positions.py tests/precision tests/test_memory.py tests/backends/test_backends.py
+
 CASES ?= 2000
 fuzz: $(VENV)/.ready-test
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -P tests/fuzz/run.py --cases $(CASES) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
@@ -94,4 +110,4 @@ wheel: $(BIN)/python
 	$(PIP) wheel -q --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) build dist docs/_build .asv *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VENV)-lowest build dist docs/_build .asv *.egg-info .pytest_cache .ruff_cache .mypy_cache
