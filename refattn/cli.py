@@ -14,6 +14,7 @@ import inspect
 import json
 import os
 import secrets
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -134,6 +135,8 @@ def _parser() -> argparse.ArgumentParser:
         _add(verify, setting)
     for kind, form in _REPORTS.items():
         verify.add_argument(f"--{kind}", metavar="FILE", help=f"write the report as {form}")
+    verify.add_argument("--brief", action="store_true", help="print the verdict and its causes alone")
+    verify.add_argument("-v", "--verbose", action="store_true", help="print every array of every call")
     verify.set_defaults(command=_verify)
 
     discover = commands.add_parser(
@@ -363,7 +366,8 @@ def _verify(arguments: argparse.Namespace) -> int:
     asked["gradients"] = given["gradients"] or given["backward"] is not None
     with _progress() as progress:
         report = verify(arguments.target, mechanism, progress=progress, **asked)
-    print(report.table())
+    width = shutil.get_terminal_size((100, 24)).columns
+    print(report.table(full=arguments.verbose, brief=arguments.brief, width=width))
     for kind, path in files.items():
         getattr(report, f"to_{kind}")(path)
     return report.exit_code

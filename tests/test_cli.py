@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -91,7 +92,7 @@ def handed(monkeypatch):
     def verify(target, mechanism, **asked):
         seen.update(target=target, mechanism=mechanism, **asked)
         asked["progress"](1, 4, "here")
-        return types.SimpleNamespace(table=lambda: "the table", exit_code=1)
+        return types.SimpleNamespace(table=lambda **how: "the table", exit_code=1)
 
     import refattn.verification
 
@@ -320,3 +321,18 @@ def test_version_and_closed_pipes(capsys):
     assert listing.stderr.read() == b""
     listing.stderr.close()
     assert listing.wait(60) == 0
+
+
+def test_verify_prints_as_much_as_asked(capsys):
+    broken = Path(__file__).parents[1] / "examples" / "broken" / "causal_upper_left.py"
+    printed = {}
+    for flags in ((), ("--brief",), ("--verbose",)):
+        assert cli.main(["verify", f"{broken}:attention", "--mechanism", NAME, "--seed", "1", *flags]) == 1
+        printed[flags] = capsys.readouterr().out
+    brief, usual, verbose = printed["--brief",], printed[()], printed["--verbose",]
+    assert brief in usual
+    assert "causal_other" in brief
+    assert "calls match" not in brief
+    assert "calls match" in usual
+    assert "passing:" in verbose
+    assert len(brief) < len(usual) < len(verbose)
