@@ -101,17 +101,18 @@ class Capabilities:
 
     def friendly(self) -> Iterator[Limits]:
         """Sizes that kernels with narrow shapes take, the most usual first."""
-        yield self.limits.with_only(q=1)  # a kernel for decoding
+        start = self.limits
+        yield start.with_only(q=1)  # a kernel for decoding
         for d in (64, 128, 32):
             for step in (128, 16):
                 yield dataclasses.replace(
-                    self.limits,
-                    only={"b": (1,), "d": (d,), "e": (d,), "h": (4,), "g": (4,), **self.limits.only},
-                    multiples={"q": step, "k": step, "t": step, **self.limits.multiples},
-                    equal={"q": "k", "h": "g", "d": "e", **self.limits.equal},
+                    start,
+                    only={"b": (1,), "d": (d,), "e": (d,), "h": (4,), "g": (4,), **start.only},
+                    multiples={"q": step, "k": step, "t": step, **start.multiples},
+                    equal={"q": "k", "h": "g", "d": "e", **start.equal},
                 )
         yield dataclasses.replace(
-            self.limits, only={"b": (1,), "q": (1,), "d": (64,), "e": (64,), "h": (4,), "g": (4,), **self.limits.only}
+            start, only={"b": (1,), "q": (1,), "d": (64,), "e": (64,), "h": (4,), "g": (4,), **start.only}
         )
 
     def relaxations(self) -> Iterator[Limits]:
