@@ -232,15 +232,11 @@ def test_every_room_exists_and_is_described():
     assert named == set(FLOOR_OF)
 
 
-STILL_LOADED = {"refattn.mistakes", "refattn.mistakes.routing"}
-"""Loaded by mechanisms whose mistakes are no edits of their definitions yet; the list only shrinks."""
-
-
 def test_import_loads_no_definitions_mistakes_or_verifier():
     code = "import sys, refattn; print(*[n for n in sys.modules if n.split('.')[1:2] and n.split('.')[0] == 'refattn'])"
     run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     late = {n for n in run.stdout.split() if n.split(".")[1] in ("definitions", "mistakes", "verification", "cli")}
-    assert late == STILL_LOADED
+    assert late == set()
 
 
 def test_import_takes_no_longer_than_numpy_s():

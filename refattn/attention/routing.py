@@ -54,7 +54,6 @@ from refattn.core.blocks import SMALL
 from refattn.core.problem import prepare
 from refattn.cost import require_sizes
 from refattn.mechanism import mechanism
-from refattn.mistakes.routing import routing_mutations
 from refattn.records import Counts, Elements, Pass, Result
 
 __all__ = ["routing_attention"]
@@ -554,7 +553,6 @@ routing_attention = mechanism(
     backward,
     cost,
     example,
-    mutations=routing_mutations,
     name="routing_attention",
     differentiable=(
         "q",

@@ -406,9 +406,12 @@ class zero_gradients(ScaledDotProduct):
 
 
 def _absent(name):
+    def zeros(self):
+        return np.zeros(np.shape(self.argument(name)))
+
     @catalogue.mistake(
         name="gradient_absent", why="An array is detached, or its gradient is never computed.", sides=("backward",), arrays=(name,),
-        variants=({"array": name, f"d_{name}": 0.0},),
+        variants=({"array": name, f"d_{name}": step(zeros)},),
     )  # fmt: skip
     class gradient_absent(ScaledDotProduct):
         """the gradient of {array} is zero"""
