@@ -9,7 +9,7 @@ from ml_dtypes import bfloat16, finfo
 
 import refattn as ra
 from refattn.definitions.scaled_dot_product import ScaledDotProduct
-from refattn.precision import output_bound
+from refattn.precision import Rounding, SoftmaxCall, softmax_bounds
 
 definition = ra.scaled_dot_product_attention.definition
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
@@ -95,10 +95,10 @@ def test_online_softmax(name, dtype):
     compute, unit = units(DTYPES[dtype])
     assert output.dtype == DTYPES[dtype]
     assert lse.dtype == (np.float64 if dtype == "float64" else np.float32)
-    bound = output_bound(
-        exact["q"], *(exact[n].repeat(3, axis=1) for n in "kv"), logits=want.logits, weights=want.weights,
-        visible=want.weights > 0, scale=exact.get("scale"), unit=compute, unit_output=unit if compute != unit else None,
-    ).worst  # fmt: skip
+    call = SoftmaxCall(
+        **{n: exact[n] for n in "qkv"}, logits=want.logits, weights=want.weights, scale=exact.get("scale")
+    )
+    bound = softmax_bounds(call, Rounding(accumulate=compute, stored=max(unit, compute)))["output"].worst
     assert (np.abs(output.astype(np.float64) - want.output) <= bound).all()
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want.lse))
     products, logits, n = sizes(exact, want)
@@ -293,9 +293,7 @@ def test_broken_kernels_keep_the_dtype_and_are_right_where_nothing_is_asked(name
     assert output.dtype == DTYPES[dtype]
     want = definition(**exact, keep_weights=True)
     compute, unit = units(DTYPES[dtype])
-    bound = output_bound(
-        exact["q"], *(exact[n].repeat(6, axis=1) for n in "kv"), logits=want.logits, weights=want.weights, unit=compute,
-        unit_output=unit if compute != unit else None,
-    ).worst  # fmt: skip
+    call = SoftmaxCall(**{n: exact[n] for n in "qkv"}, logits=want.logits, weights=want.weights)
+    bound = softmax_bounds(call, Rounding(accumulate=compute, stored=max(unit, compute)))["output"].worst
     assert (np.abs(output.astype(np.float64) - want.output) <= bound).all()
     assert np.abs(lse - want.lse).max() <= compute * 400

@@ -7,7 +7,6 @@
 * `softmax_bounds`: how far output, lse and gradients of softmax attention may be from the exact ones by rounding alone.
 """
 
-from refattn.precision.bounds import output_bound
 from refattn.precision.formats import round_to, ulp_distance, unit_roundoff
 from refattn.precision.injecting import injecting
 from refattn.precision.instrumented import Counts, Instrumented, InstrumentedArray, counting, rounding
@@ -22,7 +21,6 @@ __all__ = [
     "SoftmaxCall",
     "counting",
     "injecting",
-    "output_bound",
     "round_to",
     "rounding",
     "softmax_bounds",

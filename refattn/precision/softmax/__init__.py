@@ -122,5 +122,5 @@ def _without_lost_rows(bounds: dict[str, Bounds], forward: "ForwardErrors") -> d
             found[name] = Bounds(np.where(lost, bound.worst, bound.rss), bound.worst)
             continue
         rows = lost[..., None] if name in ("output", "d_q") else np.ones((), bool)
-        found[name] = Bounds(*(None if x is None else np.where(rows, np.inf, x) for x in bound))
+        found[name] = Bounds(np.where(rows, np.inf, bound.rss), bound.worst)
     return found
