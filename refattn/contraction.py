@@ -118,7 +118,8 @@ def einsum(spec: str, *operands: Array, out: Array | None = None) -> Array:
     """
     key: Any = None
     try:
-        key = (spec, *[(type(x), x.shape, x.dtype) for x in operands])
+        # the dtype's type first: dtypes of two libraries may hash alike, and comparing them warns
+        key = (spec, *[(type(x), x.shape, type(x.dtype), x.dtype) for x in operands])
         contraction = _ready[key]
     except (KeyError, AttributeError, TypeError) as missing:
         if not isinstance(spec, str):
