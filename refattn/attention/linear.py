@@ -40,6 +40,7 @@ from refattn.arrays import (
     require_one_of,
     to_namespace,
 )
+from refattn.attention.blocks.linear import lower_products, piece, pieces_of
 from refattn.contraction import einsum
 from refattn.core.blocks import product
 from refattn.core.options import per_batch
@@ -153,14 +154,14 @@ def forward(
         phi_k, values = _selected(keep, phi_k), _selected(keep, values)
     start = _joined(state, normalizer, (*lead, sizes["h"], sizes["d"], sizes["e"]), v)
 
-    pieces = _pieces(sizes["k"], _piece(form, causal, sizes["k"], chunk))
+    pieces = pieces_of(sizes["k"], piece(form, causal, sizes["k"], chunk))
     f = phi_q * scale
     with backend.quiet():
         states, sums, weighted = [], start, []
         for at in pieces:
             states.append(sums)
             if causal:
-                weights, visible = _weights(f[..., at, :], phi_k[..., at, :])
+                weights, visible = lower_products(f[..., at, :], phi_k[..., at, :])
                 own = product(backend, weights, values[..., at, :], visible)
                 weighted.append(own + einsum("...qd,...de->...qe", f[..., at, :], sums))
             sums = sums + einsum("...kd,...ke->...de", phi_k[..., at, :], values[..., at, :])
@@ -205,8 +206,8 @@ def backward(saved: Any, *, output: Any, state: Any, normalizer: Any) -> dict[st
             d_v = einsum("...kd,...de->...ke", rows_k, d_sums)  # phi(k) dS
             if causal:
                 rows_f, d_rows = f[..., at, :], d_total[..., at, :]
-                weights, visible = _weights(rows_f, rows_k)
-                d_weights, _ = _weights(d_rows, rows_v)  # dA
+                weights, visible = lower_products(rows_f, rows_k)
+                d_weights, _ = lower_products(d_rows, rows_v)  # dA
                 d_features.append(
                     product(backend, d_weights, rows_k, visible)
                     + einsum("...qe,...de->...qd", d_rows, states[n])  # dn S^T + dD z
@@ -283,25 +284,6 @@ def _joined(state: Any, normalizer: Any, shape: tuple[int, ...], like: Any) -> A
     return xp.concat([xp.broadcast_to(state, shape), column], axis=-1)
 
 
-def _piece(form: str, causal: bool, length: int, chunk: int) -> int:
-    """Positions of a piece."""
-    if form == "auto":
-        form = "chunked" if causal else "parallel"
-    return {"parallel": max(1, length), "recurrent": 1, "chunked": chunk}[form]
-
-
-def _pieces(length: int, size: int) -> list[slice]:
-    return [slice(s, min(s + size, length)) for s in range(0, length, size)]
-
-
-def _weights(left: Any, right: Any) -> tuple[Any, Any]:
-    """tril(left right^T), and the lower triangle (bool)."""
-    xp = namespace(left)
-    n = left.shape[-2]
-    visible = xp.arange(n)[:, None] >= xp.arange(n)[None, :]
-    return _selected(visible, einsum("...qd,...kd->...qk", left, right)), visible
-
-
 def _quotient(total: Any, normalize: bool, eps: float) -> tuple[Any, Any, Any]:
     """Weighted values over the sum of weights; the divisor (1 where it is 0), and bool: rows whose sum is 0."""
     if not normalize:
@@ -337,7 +319,7 @@ def cost(
     require_sizes(b=b, h=h, q=q, k=k, d=d, e=e)
     require_one_of("form", form, FORMS)
     wide, units = e + 1, b * h
-    step = _piece(form, causal, k, require_integer("chunk", chunk, minimum=1))
+    step = piece(form, causal, k, require_integer("chunk", chunk, minimum=1))
     whole, rest = divmod(k, step)  # pieces of ``step`` positions, and one of the others
     visible = whole * (step * (step + 1) // 2) + rest * (rest + 1) // 2 if causal else 0
     computed = whole * step * step + rest * rest if causal else 0

@@ -38,110 +38,18 @@ from refattn.arrays import (
     require_integer,
     require_positive,
 )
+from refattn.attention.blocks.sinkhorn import balance, balance_backward, exp, where
 from refattn.contraction import einsum
 from refattn.core.blocks import one_length, product
 from refattn.cost import require_sizes
 from refattn.mechanism import function, mechanism
-from refattn.normalization import masked_softmax, masked_softmax_backward, row_maximum
+from refattn.normalization import masked_softmax, masked_softmax_backward
 from refattn.records import Counts, Elements, Pass, Result
 
 __all__ = ["sinkhorn", "sinkhorn_attention"]
 
 
 # ------------------------------------------------------------------------------------------------ the sorting operator
-
-
-def _where(seen: Any, x: Any) -> Any:
-    return namespace(x).where(seen, x, namespace(x).zeros_like(x))
-
-
-def _exp(x: Any) -> Any:
-    """exp, 0 at -inf (also in complex arithmetic)."""
-    seen = real(x) != -math.inf
-    return _where(seen, namespace(x).exp(_where(seen, x)))
-
-
-def _over_last(x: Any) -> Any:
-    """x - logsumexp over the last axis; -inf stays."""
-    xp = namespace(x)
-    seen = real(x) != -math.inf
-    _, shift = row_maximum(x)
-    total = xp.sum(_where(seen, xp.exp(_where(seen, x) - shift[..., None])), axis=-1)
-    total = xp.where(xp.any(seen, axis=-1), total, xp.ones_like(total))
-    return xp.where(seen, x - (xp.log(total) + shift)[..., None], x)
-
-
-def _over_last_backward(y: Any, d_y: Any) -> Any:
-    """dx = dy - exp(y) sum(dy)."""
-    xp = namespace(y)
-    d_y = _where(real(y) != -math.inf, d_y)
-    return d_y - _exp(y) * xp.sum(d_y, axis=-1, keepdims=True)
-
-
-def _down(x: Any) -> tuple[Any, Any]:
-    """x - logsumexp over the rows up to one's own, and these running sums (..., u, v); -inf stays."""
-    xp = namespace(x)
-    sums = [x[..., 0, :]]
-    for u in range(1, x.shape[-2]):
-        before, own = sums[-1], x[..., u, :]
-        top = xp.where(real(before) > real(own), real(before), real(own))
-        empty = top == -math.inf
-        shift = xp.where(empty, xp.zeros_like(top), top)
-        total = sum(_exp(xp.where(real(y) == -math.inf, y, y - shift)) for y in (before, own))
-        sums.append(xp.where(empty, own, xp.log(xp.where(empty, xp.ones_like(total), total)) + shift))
-    running = xp.stack(sums, axis=-2)
-    seen = real(x) != -math.inf
-    return xp.where(seen, x - _where(seen, running), x), running
-
-
-def _down_backward(y: Any, running: Any, d_y: Any) -> Any:
-    """dx[u] = dy[u] - exp(y[u]) a[u],  a[u] = dy[u] + exp(s[u] - s[u + 1]) a[u + 1]: all later rows hold x[u] in their sum s."""
-    xp = namespace(y)
-    d_y = _where(real(y) != -math.inf, d_y)
-    later = [d_y[..., -1, :]]
-    for u in range(y.shape[-2] - 2, -1, -1):
-        own, following = running[..., u, :], running[..., u + 1, :]
-        seen = real(own) != -math.inf
-        ratio = _where(seen, xp.exp(_where(seen, own) - _where(seen, following)))
-        later.append(d_y[..., u, :] + ratio * later[-1])
-    return d_y - _exp(y) * xp.stack(later[::-1], axis=-2)
-
-
-def _balance(scores: Any, iterations: int, causal: bool) -> tuple[Any, list[Any]]:
-    """ln R, and what each half step leaves for the backward."""
-    xp = namespace(scores)
-    x = scores
-    steps: list[tuple[Any, Any]] = []
-    if causal:
-        places = xp.arange(scores.shape[-1])
-        x = xp.where(places[:, None] > places[None, :], x, xp.full_like(x, -math.inf))
-    if 0 in scores.shape:
-        return x, steps
-    with np.errstate(invalid="ignore"):
-        for _ in range(iterations):
-            x = _over_last(x)
-            steps.append((x, None))
-            if causal:
-                x, running = _down(x)
-                steps.append((x, running))
-            else:
-                turned = _over_last(xp.matrix_transpose(x))
-                x = xp.matrix_transpose(turned)
-                steps.append((turned, True))
-    return x, steps
-
-
-def _balance_backward(steps: list[Any], d_x: Any) -> Any:
-    """Cotangent of the scores from that of ln R, half step by half step from the last."""
-    xp = namespace(d_x)
-    for y, kind in reversed(steps):
-        if kind is None:
-            d_x = _over_last_backward(y, d_x)
-        elif kind is True:
-            d_x = xp.matrix_transpose(_over_last_backward(y, xp.matrix_transpose(d_x)))
-        else:
-            d_x = _down_backward(y, kind, d_x)
-    return d_x
 
 
 def _checked(scores_name: str, scores: Any, iterations: Any, causal: Any) -> tuple[int, bool]:
@@ -187,14 +95,14 @@ def _sinkhorn_forward(scores: Any, *, iterations: int, causal: bool = False) -> 
     """
     require_axes(scores=(scores, "... u v"))
     iterations, causal = _checked("scores", scores, iterations, causal)
-    logs, steps = _balance(scores, iterations, causal)
-    output = _exp(logs)
+    logs, steps = balance(scores, iterations, causal)
+    output = exp(logs)
     return Result(output=output), (steps, output)
 
 
 def _sinkhorn_backward(saved: Any, *, output: Any) -> dict[str, Any]:
     steps, found = saved
-    return {"scores": None if output is None else _balance_backward(steps, _where(found != 0, output) * found)}
+    return {"scores": None if output is None else balance_backward(steps, where(found != 0, output) * found)}
 
 
 sinkhorn = function(_sinkhorn_forward, _sinkhorn_backward, name="sinkhorn", differentiable=("scores",))
@@ -295,8 +203,8 @@ def forward(
         return xp.reshape(x, (*x.shape[:-2], n, block, x.shape[-1]))
 
     with backend.quiet():
-        logs, steps = _balance(scores, iterations, causal)
-        sorting = _exp(logs)
+        logs, steps = balance(scores, iterations, causal)
+        sorting = exp(logs)
         earlier = xp.arange(n)[:, None] > xp.arange(n)[None, :] if causal else None
         q_blocks, k_blocks, v_blocks = blocks(q), blocks(k), blocks(v)
         keys, values = (
@@ -354,9 +262,9 @@ def backward(saved: Any, *, output: Any) -> dict[str, Any]:
             d_sorting = d_sorting + einsum("...ux,...vx->...uv", flat, xp.reshape(x, (*x.shape[:-2], flat.shape[-1])))
             back = product(backend, sorting, flat, earlier, transposed=True)
             found.append(d_own + xp.reshape(back, (*back.shape[:-1], *d_own.shape[-2:])))
-        d_scores = _balance_backward(steps, _where(sorting != 0, d_sorting) * sorting)
+        d_scores = balance_backward(steps, where(sorting != 0, d_sorting) * sorting)
         seen = real(scores) != -math.inf
-        d_scores = _where(seen, d_scores)
+        d_scores = where(seen, d_scores)
 
     def whole(x: Any) -> Any:
         return xp.reshape(x, (*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1]))
@@ -367,7 +275,7 @@ def backward(saved: Any, *, output: Any) -> dict[str, Any]:
         "k": whole(found[0]),
         "v": whole(found[1]),
         "sort_logits": d_scores / temperature,
-        "temperature": -xp.sum(d_scores * _where(d_scores != 0, scores)) / temperature,
+        "temperature": -xp.sum(d_scores * where(d_scores != 0, scores)) / temperature,
         "scale": xp.sum(seen_products),
     }
 

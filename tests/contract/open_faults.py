@@ -6,7 +6,6 @@ Whoever mends a fault takes its line out; a line whose case has gone fails `test
 OPEN = {
     "counted": {
         "etc": "0 1",  # the check gives a cotangent of one of its two results, its cost counts the backward of both
-        "linformer": "0",  # the backward leaves out the product that gives the gradient of scale
     },
     "nan_as_defined": {
         "nystrom": "batch batch_padded",  # NaN in k and a divisor shared by the batch: definition and forward differ
