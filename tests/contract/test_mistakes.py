@@ -51,7 +51,7 @@ def richest(mechanism):
 
 # Compressive attention takes the mistakes of Transformer-XL, and is causal: nothing beyond the edge of the shift is seen.
 NEVER = [("compressive_attention", "rel_shift_leak")]
-OWN = [  # the dense mistakes have cases of their own in test_dense_mistakes
+OWN = [  # those of softmax attention have cases of their own in tests/mistakes
     (mechanism, i)
     for mechanism, attention in ra.mechanisms.items()
     for i, m in enumerate(attention.mutations)
