@@ -207,13 +207,13 @@ class Session:
             self.capabilities.answer(capabilities_of(plain), outcome)
             self._settle((plain, dtype), outcome)
             asked.append((plain, dtype))
-        for other in self.dtypes[1:] if plain is not None else ():
-            outcome = self._ask([(plain, other)])[0]
-            if outcome.status in ("error", "unsupported"):
-                self.capabilities.refuse(other, outcome.message)
-                self._refusal(other, other, outcome)
-            else:
-                self._settle((plain, other), outcome)
+            for other in self.dtypes[1:]:
+                outcome = self._ask([(plain, other)])[0]
+                if outcome.status in ("error", "unsupported"):
+                    self.capabilities.refuse(other, outcome.message)
+                    self._refusal(other, other, outcome)
+                else:
+                    self._settle((plain, other), outcome)
         for about in ("capability", "shape", None):  # options are asked with the shapes that were answered
             names = [e for e in entries[1:] if (e.about if e.about in ("capability", "shape") else None) == about]
             batch = self._possible([p for entry in names if (p := self.plan.build(entry)) is not None])

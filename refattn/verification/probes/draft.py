@@ -249,7 +249,7 @@ def _same_without(mechanism: Mechanism, given: Mapping[str, Any], name: str, res
     except (ValueError, TypeError):
         return False
     return all(
-        np.array_equal(getattr(other, n, None), x, equal_nan=True) if isinstance(x, np.ndarray) else True
+        not isinstance(x, np.ndarray) or (n in other and np.array_equal(getattr(other, n), x, equal_nan=True))
         for n, x in result.fields.items()
     )
 

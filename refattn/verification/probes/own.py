@@ -175,8 +175,8 @@ _OWN: dict[str, tuple[Feature, ...]] = {
         _switch(
             "dynamic",
             "none",
-            all=_with("all dynamic parts", **dict.fromkeys(_DYNAMIC, True)),
-            **{n: _with(f"{n} alone", **{n: True}) for n in _DYNAMIC},
+            all=_with("all dynamic parts", None, **dict.fromkeys(_DYNAMIC, True)),
+            **{n: _with(f"{n} alone", None, **{n: True}) for n in _DYNAMIC},
         ),
         _switch("heads", "three counts", equal=_with("equal head counts", x=3, y=3, h=3)),
     ),
@@ -404,7 +404,9 @@ def features_of(mechanism: Mechanism) -> dict[str, Feature]:
         for name, parameter in inspect.signature(mechanism).parameters.items():
             if isinstance(parameter.default, bool) and name not in ("keep_weights", *found):
                 flipped = {name: not parameter.default}
-                found[name] = _switch(name, str(parameter.default), **{str(not parameter.default): _with(**flipped)})
+                found[name] = _switch(
+                    name, str(parameter.default), **{str(not parameter.default): _with("", None, **flipped)}
+                )
     listed = {"none": OFF}
     for index, entry in enumerate(getattr(mechanism, "probe_options", ())):
         words = {n: x for n, x in entry.items() if n != "says"}

@@ -80,7 +80,7 @@ class Probe:
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the positional arrays: what a compiler compiles anew for."""
-        return tuple(np.shape(self.arguments.get(n)) for n in self.positional)
+        return tuple(np.shape(x) for n in self.positional if (x := self.arguments.get(n)) is not None)
 
     @property
     def size(self) -> int:

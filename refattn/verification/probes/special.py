@@ -214,7 +214,7 @@ Recipe = tuple[str, dict[str, str], dict[str, int]]
 def special_recipes(mechanism: Mechanism, features: Mapping[str, Any]) -> list[Recipe]:
     """The recipes that a covering array would not find."""
     if not _is_dense(mechanism):
-        found = [(n, {"values": n}, {}) for n in features["values"].levels if n != "drawn"]
+        found: list[Recipe] = [(n, {"values": n}, {}) for n in features["values"].levels if n != "drawn"]
         return found + _own_recipes(mechanism, features)
     small = {"b": 1, "h": 6, "g": 2, "q": 17, "k": 161, "d": 20, "e": 14, "t": 161}
     recipes: list[Recipe] = [
