@@ -12,6 +12,7 @@ def lsh(*, no_counts=False, no_look_back=False, plain_keys=False, constant_weigh
 
     def rounds(qk, rotations, hashes, n_buckets, chunk, causal, within_bucket):
         """Of every round: positions of the chunks (b,h,n,w) and windows (b,h,n,2w), and the visible pairs."""
+        n_buckets = 2 * rotations.shape[-1] if n_buckets is None else n_buckets
         if isinstance(n_buckets, (tuple, list)):
             raise NotImplementedError("factored hashes")
         *lead, t, d = qk.shape
@@ -59,6 +60,7 @@ def lsh(*, no_counts=False, no_look_back=False, plain_keys=False, constant_weigh
         norm = np.sqrt((qk * qk).sum(-1, keepdims=True))
         k = qk if plain_keys else qk / norm
         scale = qk.dtype.type(qk.shape[-1] ** -0.5)
+        hashes = rotations.shape[-2] if hashes is None else hashes
         found, met = rounds(qk, rotations, hashes, n_buckets, chunk, causal, within_bucket)
         *lead, t, _ = qk.shape
         kept, outputs, lses = [], np.zeros((hashes, *v.shape), v.dtype), np.full((hashes, *lead, t), -np.inf, v.dtype)
@@ -93,13 +95,23 @@ def lsh(*, no_counts=False, no_look_back=False, plain_keys=False, constant_weigh
         lse = np.where(alone, scale * (qk * k).sum(-1), lse)
         return output, lse, alone, kept, outputs, weights, k, norm, scale
 
-    def forward(qk, v, *, rotations, hashes=1, n_buckets, chunk=64, causal=False, within_bucket=True):
+    def forward(qk, v, *, rotations, hashes=None, n_buckets=None, chunk=64, causal=False, within_bucket=True):
         with np.errstate(invalid="ignore"):
             output, lse, *_ = attend(qk, v, rotations, hashes, n_buckets, chunk, causal, within_bucket)
         return output, lse
 
     def backward(
-        d_output, qk, v, *, rotations, hashes=1, n_buckets, chunk=64, causal=False, within_bucket=True, d_lse=None
+        d_output,
+        qk,
+        v,
+        *,
+        rotations,
+        hashes=None,
+        n_buckets=None,
+        chunk=64,
+        causal=False,
+        within_bucket=True,
+        d_lse=None,
     ):
         with np.errstate(invalid="ignore"):
             output, lse, alone, kept, outputs, weights, k, norm, scale = attend(

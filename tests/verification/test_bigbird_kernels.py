@@ -6,6 +6,14 @@ import pytest
 import refattn as ra
 
 
+def clean(x, lengths):
+    """Padding is never read: zeros in its place."""
+    if lengths is None:
+        return x
+    real = np.arange(x.shape[-2]) < np.reshape(lengths, (len(x), 1))
+    return np.where(real[:, None, :, None], x, 0).astype(x.dtype)
+
+
 def kernels(*, one_draw=False, wrap=False):
     """Forward and backward; the flags: all heads use the random blocks of head 0, the window wraps around."""
 
@@ -37,15 +45,18 @@ def kernels(*, one_draw=False, wrap=False):
             lse = (np.log(total) + top)[..., 0]
         return (p / np.where(total == 0, 1, total)).astype(q.dtype), dots, scale, lse
 
-    def forward(q, k, v, *, block, window_blocks, global_blocks, random_blocks=None, query_lengths=None,
+    def forward(q, k, v, *, block, window_blocks=1, global_blocks=(1, 1), random_blocks=None, query_lengths=None,
                 key_lengths=None, scale=None):  # fmt: skip
+        q, k, v = clean(q, query_lengths), clean(k, key_lengths), clean(v, key_lengths)
         p, _, _, lse = steps(
             q, k, block, random_blocks, window_blocks, global_blocks, query_lengths, key_lengths, scale
         )
         return p @ v, lse
 
-    def backward(d_output, q, k, v, *, d_lse, block, window_blocks, global_blocks, random_blocks=None,
+    def backward(d_output, q, k, v, *, d_lse=None, block, window_blocks=1, global_blocks=(1, 1), random_blocks=None,
                  query_lengths=None, key_lengths=None, scale=None):  # fmt: skip
+        q, d_output = clean(q, query_lengths), clean(d_output, query_lengths)
+        k, v = clean(k, key_lengths), clean(v, key_lengths)
         p, dots, factor, _ = steps(
             q, k, block, random_blocks, window_blocks, global_blocks, query_lengths, key_lengths, scale
         )
