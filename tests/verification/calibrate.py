@@ -3,7 +3,8 @@
 usage: python tests/verification/calibrate.py [--seeds 20] [--every 40] [--jobs 2] [-o docs/tolerances_table.md]
 
 Dense: the kernels of ``kernels_right``, each on one in ``every`` of the probes of each seed (another one each time).
-Other mechanisms: the right kernels of the verifier's own tests, on every probe that they take.
+Other mechanisms: the right kernels of the verifier's own tests, on every probe that they take; they compute in the dtype of
+their inputs, so float64 and float32 alone.
 Power: kernels with one numerical fault, on the probes that are meant for them.
 """
 
@@ -219,7 +220,7 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=pathlib.Path)
     asked = parser.parse_args()
     tasks: list[tuple[Any, ...]] = [("power", n, 0, d) for n, f in FAULTS.items() for d in f.dtypes]
-    tasks += [("other", n, s, d) for s in range(asked.other_seeds) for n in OTHERS for d in DTYPES]
+    tasks += [("other", n, s, d) for s in range(asked.other_seeds) for n in OTHERS for d in DTYPES[:2]]
     tasks += [("dense", s, d, asked.every) for s in range(asked.seeds) for d in DTYPES]
     right, others, faults = Largest(), Largest(), {}
     with concurrent.futures.ProcessPoolExecutor(asked.jobs) as pool:

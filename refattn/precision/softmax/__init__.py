@@ -2,7 +2,7 @@ r"""How far rounding alone can take softmax attention from its exact values: out
 
 For each element there are two bounds.  **rss**, a root of a sum of squares, has the size of the error: it adds the
 squares of rounding errors that are independent and of random sign.  It is a yardstick, not a guarantee; correct kernels
-stay below 4 of it in every element and below 3/4 in most (measured: `docs/tolerances.md`).  **worst** adds absolute
+stay below 4 of it in every element and below 3/4 in most (measured: `make calibrate`).  **worst** adds absolute
 values and holds for every order of summation; beyond it no rounding explains an error.
 
 Units
