@@ -137,6 +137,24 @@ class unshifted_softmax(Efficient):
 # ---------------------------------------------------------------------------------------------- scales
 
 
+@catalogue.mistake(name="unshifted_softmax", why="One of the two softmaxes is written by hand.")
+class unshifted_keys(unshifted_softmax):
+    """the maximum is not subtracted before the exp of the keys alone"""
+
+    @step
+    def query_maximum(self):
+        return super(unshifted_softmax, self).query_maximum
+
+
+@catalogue.mistake(name="unshifted_softmax", why="One of the two softmaxes is written by hand.")
+class unshifted_queries(unshifted_softmax):
+    """the maximum is not subtracted before the exp of the queries alone"""
+
+    @step
+    def key_maximum(self):
+        return super(unshifted_softmax, self).key_maximum
+
+
 @catalogue.mistake(why="Habit: attention divides by sqrt(d).")
 class scale_twice(Efficient):
     """the queries are scaled by d**-0.5 first"""
