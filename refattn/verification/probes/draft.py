@@ -154,6 +154,9 @@ def build(
     Impossible
         The mechanism does not allow it.
     """
+    for name, x in recipe.items():
+        if name not in features or x not in features[name].levels:
+            raise Impossible(f"{name} {x} is not to be had")
     levels = [f.levels[recipe.get(n, f.plain)] for n, f in features.items()]  # chosen values last
     wanted: dict[str, int] = {}
     words: dict[str, Any] = {}

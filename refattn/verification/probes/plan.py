@@ -243,7 +243,7 @@ class Plan:
                 fixed=self.fixed,
                 seed=self.seed,
             )
-        except (Impossible, KeyError) as error:
+        except Impossible as error:
             self.refused[entry.name] = str(error)
             return None
 
