@@ -154,9 +154,9 @@ def build(
     Impossible
         The mechanism does not allow it.
     """
-    for name, x in recipe.items():
-        if name not in features or x not in features[name].levels:
-            raise Impossible(f"{name} {x} is not to be had")
+    for wanted_feature, x in recipe.items():
+        if wanted_feature not in features or x not in features[wanted_feature].levels:
+            raise Impossible(f"{wanted_feature} {x} is not to be had")
     levels = [f.levels[recipe.get(n, f.plain)] for n, f in features.items()]  # chosen values last
     wanted: dict[str, int] = {}
     words: dict[str, Any] = {}
