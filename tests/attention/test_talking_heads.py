@@ -220,7 +220,9 @@ def test_bad_input(name):
 # ---------------------------------------------------------------------- faults that were found
 
 
-@pytest.mark.parametrize("more", [{}, {"score_mod": bend_with_derivative}, {"algorithm": "tiled"}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"score_mod": bend_with_derivative}, {"algorithm": "tiled"}], ids=["plain", "score_mod", "tiled"]
+)
 @pytest.mark.parametrize("name", ["q", "k", "v", *PARTS])
 def test_one_array_with_a_batch_axis_that_the_others_lack(name, more):
     given = {n: x[0] if n in ("q", "k", "v", *PARTS) else x for n, x in base(3, dynamic=True).items()}
