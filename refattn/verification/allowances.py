@@ -50,13 +50,18 @@ class Allowance:
 class Call(Protocol):
     """A judged call, as diagnosis has it."""
 
-    probe: str
-    dtype: str
-    size: int
-    truth: Truth
-    got: dict[str, np.ndarray]
-    leak: bool
-
+    @property
+    def probe(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def truth(self) -> Truth: ...
+    @property
+    def got(self) -> dict[str, np.ndarray]: ...
+    @property
+    def leak(self) -> bool: ...
     @property
     def failing(self) -> tuple[str, ...]: ...
 

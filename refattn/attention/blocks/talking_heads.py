@@ -218,7 +218,8 @@ def forward_group(call: Call, group: Group, *, keep: bool) -> tuple[Any, Any, An
 
     for queries, blocks in runs(settings, group, xp, whole=keep):
         find = _Logits(call, view, queries.take(q) * call.scale, k)
-        maximum = total = None
+        maximum: Any = None
+        total: Any = None
         for block in blocks:  # first walk: maximum and sum of every softmax head
             _, logits, _ = find(block)
             seen = logits if view.visible is None else xp.where(view.visible, logits, xp.full_like(logits, -math.inf))

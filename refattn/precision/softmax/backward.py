@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -188,7 +189,8 @@ class BackwardErrors:
     def softcap(self) -> Bounds:
         """c tanh(x / c) by c: tanh - (x / c)(1 - tanh^2)."""
         fw, u = self.forward, self.units.accumulate
-        ratio, t, slope = fw.x / float(fw.call.softcap), fw.tanh, fw.slope
+        ratio, slope = fw.x / float(fw.call.softcap), fw.slope
+        t: Any = fw.tanh
         v_x = fw.v_x / float(fw.call.softcap) ** 2 + u**2 * ratio**2
         v_z = u**2 * (t**2 + 2 * (ratio * slope) ** 2) + (2 * t * slope * ratio) ** 2 * v_x
         v_z = v_z + ratio**2 * u**2 * (4 * t**4 + 1) + self.units.tanh**2 * t**2 * (1 + 4 * (ratio * t) ** 2)

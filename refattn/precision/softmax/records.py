@@ -17,8 +17,8 @@ Array = np.ndarray
 class Bounds(NamedTuple):
     """Two bounds on the rounding error of each element; ``worst`` is None where none is derived."""
 
-    rss: Array
-    worst: Array | None
+    rss: Any
+    worst: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +130,11 @@ class SoftmaxCall:
     weights: Array
     heads: Sequence[int] | None = None
     scale: float | None = None
-    softcap: float | None = None
+    softcap: Any = None
     softcap_after_bias: bool = False
-    bias: Array | None = None
+    bias: Any = None
     slopes: Array | None = None
     distance: Array | None = None
-    sinks: Array | None = None
+    sinks: Any = None
     lse_includes_sinks: bool = True
     factor: Array | None = None

@@ -81,7 +81,8 @@ def _merges(question: Question, values: Mapping[str, np.ndarray], units: Roundin
     lse, output = values.get("lse"), values.get("output")
     if lse is None or output is None or output.shape[:-1] != lse.shape:
         return None
-    keys = next((x.shape[-2] for n in ("v", "k", "q") if getattr(x := question.arrays.get(n), "ndim", 0) > 1), 1)
+    shapes = (np.shape(question.arrays.get(n, 0)) for n in ("v", "k", "q"))
+    keys = next((shape[-2] for shape in shapes if len(shape) > 1), 1)
     often = max(1 + math.log2(max(keys, 1)), keys / 3)
     return 2 * often * np.square(units.accumulate * np.where(np.isfinite(lse), lse, 0.0))
 

@@ -48,7 +48,7 @@ def derived_bounds(question: Question, exact: Mapping[str, Any], result: Any) ->
     if "weights" not in result:
         undropped = {n: x for n, x in exact.items() if n not in ("dropout_mask", "dropout_rate")}
         with np.errstate(all="ignore"):
-            kept = question.mechanism.forward(**undropped, keep_weights=True)
+            kept: Any = question.mechanism.forward(**undropped, keep_weights=True)
         kept = kept if "weights" in kept else None
     else:
         kept = result

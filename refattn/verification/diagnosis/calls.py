@@ -110,7 +110,8 @@ def _levels(given: Mapping[str, Any]) -> dict[str, bool]:
             found["a window of zero on the left"] = left == 0
             found["a window open on the left"] = left is None
             found["a window open on the right"] = right is None
-            keys = np.shape(given["k"])[-2] if np.ndim(given.get("k")) >= 2 else None
+            shape = np.shape(given.get("k", 0))
+            keys = shape[-2] if len(shape) >= 2 else None
             found["a window as long as the keys"] = keys is not None and left is not None and left >= keys
         if name.endswith("lengths"):
             lengths = np.unique(np.asarray(x))

@@ -47,7 +47,8 @@ def read(call: JudgedCall, live: Any) -> Reading | None:
     if v is None or output is None or output.ndim != np.ndim(v) or output.shape[-1] != np.shape(v)[-1]:
         return None
     *_, keys, channels = np.shape(v)
-    actual, expected = [], []
+    actual: list[np.ndarray] = []
+    expected: list[np.ndarray] = []
     for start in range(0, keys, max(1, channels)):
         if len(actual) == _SLABS:
             break

@@ -1,6 +1,7 @@
 """Under which conditions a mistake is made: what the calls that show it have in common and the right ones lack."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ def scope_of(wrong: Sequence[JudgedCall], right: Sequence[JudgedCall]) -> tuple[
 
 
 def _separating(conditions: Sequence[Condition], right: Sequence[JudgedCall]) -> tuple[Condition, ...] | None:
-    left, chosen = list(right), []
+    left, chosen = list(right), list[Condition]()
     while left:
         if len(chosen) == _MOST:
             return None
@@ -59,48 +60,68 @@ def _conditions(calls: Sequence[JudgedCall]) -> Iterator[Condition]:
     """Conditions that hold for all of these calls."""
     first = calls[0].features
     sizes = [n for n, x in first.items() if isinstance(x, int) and not isinstance(x, bool)]
-    flags = {n for c in calls for n, x in c.features.items() if isinstance(x, bool)}
+    flags = sorted({n for c in calls for n, x in c.features.items() if isinstance(x, bool)})
     for name in flags:
-        values = {bool(c.features.get(name, False)) for c in calls}
-        if values == {True}:
-            yield Condition(f"with {_words(name)}", lambda f, n=name: bool(f.get(n, False)), 1)
+        if all(c.features.get(name, False) for c in calls):
+            yield Condition(f"with {_words(name)}", _flag(name, True), 1)
     for name in sizes:
-        values_ = [c.features[name] for c in calls if name in c.features]
+        lengths = [c.features[name] for c in calls if name in c.features]
         later = 10 * (name in ("batch", "heads", "key heads", "value channels"))  # these hardly ever are the reason
-        if len(values_) < len(calls):
+        if len(lengths) < len(calls):
             continue
-        low, high = min(values_), max(values_)
+        low, high = min(lengths), max(lengths)
         if low == high == 1:
-            yield Condition(_one(name), lambda f, n=name: f.get(n) == 1, 0)
+            yield Condition(_one(name), _size(name, (1).__eq__), 0)
             continue
         if low > 1:
-            yield Condition(f"with {name} from {low} on", lambda f, n=name, x=low: f.get(n, 0) >= x, 5 + later)
-        yield Condition(f"with {name} up to {high}", lambda f, n=name, x=high: f.get(n, 0) <= x, 6 + later)
+            yield Condition(f"with {name} from {low} on", _size(name, low.__le__), 5 + later)
+        yield Condition(f"with {name} up to {high}", _size(name, high.__ge__), 6 + later)
         for tile in (128, 64, 32, 16, 8, 4):
-            if all(x % tile for x in values_):
-                yield Condition(
-                    f"where {name} are no multiple of {tile}", lambda f, n=name, t=tile: f.get(n, 0) % t != 0, 4 + later
-                )
-            if not any(x % tile for x in values_):
-                yield Condition(
-                    f"where {name} are a multiple of {tile}", lambda f, n=name, t=tile: f.get(n, 1) % t == 0, 3
-                )
+            if all(x % tile for x in lengths):
+                yield Condition(f"where {name} are no multiple of {tile}", _size(name, _off_tiles(tile)), 4 + later)
+            if not any(x % tile for x in lengths):
+                yield Condition(f"where {name} are a multiple of {tile}", _size(name, _on_tiles(tile)), 3 + later)
     for a, b in (("queries", "keys"), ("heads", "key heads"), ("channels", "value channels")):
         if a not in first or b not in first:
             continue
         for says, test in (
-            (f"where {a} and {b} are equally many", lambda x, y: x == y),
-            (f"where {a} and {b} differ in number", lambda x, y: x != y),
-            (f"with more {a} than {b}", lambda x, y: x > y),
-            (f"with fewer {a} than {b}", lambda x, y: x < y),
+            (f"where {a} and {b} are equally many", operator.eq),
+            (f"where {a} and {b} differ in number", operator.ne),
+            (f"with more {a} than {b}", operator.gt),
+            (f"with fewer {a} than {b}", operator.lt),
         ):
-            if all(test(c.features.get(a), c.features.get(b)) for c in calls):
-                yield Condition(says, lambda f, a=a, b=b, t=test: t(f.get(a, 0), f.get(b, 0)), 2)
+            compared = _compared(a, b, test)
+            if all(compared(c.features) for c in calls):
+                yield Condition(says, compared, 2)
     if len({c.dtype for c in calls}) == 1:
-        yield Condition(f"in {calls[0].dtype}", lambda f, d=calls[0].dtype: f["dtype"] == d, 1)
+        dtype = calls[0].dtype
+        yield Condition(f"in {dtype}", lambda features: features["dtype"] == dtype, 1)
     for name in flags:  # what is absent explains less readily than what is there
         if not any(c.features.get(name, False) for c in calls):
-            yield Condition(f"without {_words(name)}", lambda f, n=name: not f.get(n, False), 7)
+            yield Condition(f"without {_words(name)}", _flag(name, False), 7)
+
+
+Holds = Callable[[Mapping[str, Any]], bool]
+
+
+def _flag(name: str, wanted: bool) -> Holds:
+    return lambda features: bool(features.get(name, False)) is wanted
+
+
+def _size(name: str, test: Callable[[int], bool]) -> Holds:
+    return lambda features: name in features and bool(test(features[name]))
+
+
+def _compared(a: str, b: str, test: Callable[[int, int], bool]) -> Holds:
+    return lambda features: bool(test(features.get(a, 0), features.get(b, 0)))
+
+
+def _on_tiles(tile: int) -> Callable[[int], bool]:
+    return lambda x: x % tile == 0
+
+
+def _off_tiles(tile: int) -> Callable[[int], bool]:
+    return lambda x: x % tile != 0
 
 
 def _one(name: str) -> str:
@@ -109,8 +130,5 @@ def _one(name: str) -> str:
 
 
 def _words(name: str) -> str:
-    return (
-        name
-        if " " in name
-        else {"causal": "causal", "mask": "a mask", "window": "a window", "bias": "a bias"}.get(name, name)
-    )
+    articles = {"mask": "a mask", "window": "a window", "bias": "a bias", "scale": "a scale", "softcap": "a soft cap"}
+    return articles.get(name, name)
