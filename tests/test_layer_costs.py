@@ -142,7 +142,7 @@ def test_checkpoints_keep_the_layers_inputs_and_compute_them_twice():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"h": 5}, "d is missing: m = 32 is not a multiple of the 5 heads"),
+        ({"h": 5}, "d is missing: m = 32 is not a multiple of the x = 5 heads"),
         ({"q": -1}, "q is -1"),
         ({"x": 4, "g": 2}, "g is 2: Talking-Heads"),
         ({"direction": "up"}, "direction is 'up'"),

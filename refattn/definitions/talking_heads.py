@@ -45,11 +45,24 @@ class SoftmaxOfLogits(ScaledDotProduct):
 
     @step
     def k(self):
-        return np.eye(self.given_products.shape[-1])[None]
+        return np.eye(self.keys)[None]
 
     @step
     def v(self):
         return self.k
+
+    @property
+    def keys(self):
+        """Without asking for ``k``, which is as large as the square of their number."""
+        return self.given_products.shape[-1]
+
+    @property
+    def channels(self):
+        return self.keys
+
+    @property
+    def key_heads(self):
+        return 1
 
     @step
     def output(self):

@@ -50,7 +50,12 @@ def richest(mechanism):
 
 
 # Compressive attention takes the mistakes of Transformer-XL, and is causal: nothing beyond the edge of the shift is seen.
-NEVER = [("compressive_attention", "rel_shift_leak")]
+# Its distances have one sign for the same reason. Linformer's case has projections that are no square.
+NEVER = [
+    ("compressive_attention", "rel_shift_leak"),
+    ("compressive_attention", "xl_distance_signed"),
+    ("linformer_attention", "linformer_transposed"),
+]
 OWN = [  # those of softmax attention have cases of their own in tests/mistakes
     (mechanism, i)
     for mechanism, attention in ra.mechanisms.items()

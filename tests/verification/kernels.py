@@ -45,7 +45,9 @@ def attention(
         if o.get("mask") is not None:
             mask = np.broadcast_to(o["mask"], (*s.shape[:-1], keys))
             seen &= _columns(mask, first, width, False)
-        offset = diagonal(rows, keys)
+        lengths = o.get("key_lengths")
+        lengths = None if lengths is None else np.asarray(lengths).reshape(-1, 1, 1, 1)
+        offset = diagonal(rows, keys if lengths is None else lengths)
         if o.get("causal"):
             seen &= j <= i + offset
         if o.get("window") is not None:
@@ -54,8 +56,8 @@ def attention(
                 seen &= j >= i + offset - left - reach
             if right is not None:
                 seen &= j <= i + offset + right
-        if o.get("key_lengths") is not None:
-            seen &= j < np.asarray(o["key_lengths"]).reshape(-1, 1, 1, 1)
+        if lengths is not None:
+            seen &= j < lengths
         if not tail_counts:
             seen &= j < keys
         c = o.get("softcap")
@@ -70,7 +72,7 @@ def attention(
             t = np.tanh(s / s.dtype.type(c))
             s, slope = s.dtype.type(c) * t, 1 - t * t
             seen = np.broadcast_to(j < keys, s.shape)
-        return np.where(seen, s, -np.inf), slope, seen
+        return np.where(seen, s, -np.inf), np.where(seen, slope, 0), seen
 
     def tiles(q: Array, k: Array, v: Array, o: dict[str, Any]) -> Any:
         """Tiles of keys and values, the last one filled with zeros; what nobody sees is zero as well."""
@@ -95,7 +97,7 @@ def attention(
         sinks = None if drop_sinks else o.get("sinks")
         if sinks is not None:
             top = np.maximum(top, sinks.astype(q_.dtype)[None, :, None])
-            total = np.exp(sinks.astype(q_.dtype)[None, :, None] - top)
+            total = np.exp(sinks.astype(q_.dtype)[None, :, None] - np.where(top == -np.inf, 0, top))
         for *_, values, s, _, _ in tiles(q_, k_, v_, o):
             new = np.maximum(top, s.max(axis=-1))
             safe = np.where(new == -np.inf, 0, new)

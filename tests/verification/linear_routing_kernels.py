@@ -53,7 +53,7 @@ def linear(*, future_sum=False, state_ignored=False):
             divisor = (f @ running)[..., -1:] + normalize_eps
         y = total[..., :-1]
         if normalize:
-            y = y / divisor
+            y = y / np.where(divisor == 0, 1, divisor)
         return {"output": y.astype(kind), "state": running[..., :-1], "normalizer": running[..., -1]}
 
     def back(d_output, q, k, v, *, d_state=None, d_normalizer=None, feature_map="elu", causal=False, scale=None,
@@ -67,6 +67,7 @@ def linear(*, future_sum=False, state_ignored=False):
         total = weights @ values + f @ start
         every = g.sum(-2, keepdims=True) + start[..., None, :, -1]
         divisor = (np.sum(f * every, -1, keepdims=True) if future_sum else total[..., -1:]) + normalize_eps
+        divisor = np.where(divisor == 0, 1, divisor)
         y = total[..., :-1]
         if normalize:
             d_n = d_output / divisor

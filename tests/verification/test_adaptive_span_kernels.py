@@ -13,7 +13,7 @@ def kernels(*, finished=False, additive=False):
         n_q, n_k, d = q.shape[-2], k.shape[-2], q.shape[-1]
         scale = q.dtype.type(d**-0.5 if scale is None else scale)
         distance = np.arange(n_q)[:, None] + n_k - n_q - np.arange(n_k)[None]
-        limit = max_span if max_span else n_k - n_q
+        limit = max_span or (n_k - n_q if key_positions is None else key_positions.shape[-1])
         seen = (distance >= 1) & (distance <= limit)
         column = np.clip(distance - 1, 0, limit - 1)
         s = q @ k.swapaxes(-1, -2)
@@ -73,4 +73,4 @@ def test_a_wrong_kernel_is_found_and_its_mistake_named(class_, broken):
     report = ra.verify(forward, "adaptive_span_attention", backward=gradients, dtypes=("float32",))
     assert not report.ok
     assert report.explanations, report.table()
-    assert report.explanations[0]["class"] == class_, report.explanations
+    assert class_ in report.explanations[0]["class"].split(" + "), report.explanations

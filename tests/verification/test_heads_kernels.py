@@ -43,4 +43,4 @@ def test_a_wrong_kernel_is_found_and_its_mistake_named(name, class_):
         supports = ("logits_projection", "weights_projection", "mask")
     report = ra.verify(forward, name, backward=backward, supports=supports)
     assert not report.ok
-    assert report.explanations[0]["class"] == class_, report.explanations
+    assert class_ in report.explanations[0]["class"].split(" + "), report.explanations

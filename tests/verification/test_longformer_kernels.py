@@ -23,7 +23,8 @@ def kernels(*, one_softmax_twice=False, rows_without_gradient=False):
         tokens = np.zeros((b, t), bool) if global_tokens is None else global_tokens
         i = np.arange(t)
         ahead = i - i[:, None]
-        near = (ahead >= -window[0]) & (ahead <= window[1])
+        left, right = (ahead.size if n is None else n for n in window)
+        near = (ahead >= -left) & (ahead <= right)
         column = tokens[:, None, None, :]
         real = np.ones((b, 1, 1, t), bool) if key_lengths is None else i < np.reshape(key_lengths, (b, 1, 1, 1))
         count = near.astype(int) + column if one_softmax_twice else near | column
@@ -91,4 +92,4 @@ def test_a_wrong_kernel_is_found_and_its_mistake_named(class_, broken):
     forward, backward = kernels(**{broken: True})
     report = ra.verify(forward, "longformer_attention", backward=backward)
     assert not report.ok
-    assert report.explanations[0]["class"] == class_, report.explanations
+    assert class_ in report.explanations[0]["class"].split(" + "), report.explanations

@@ -26,4 +26,4 @@ def test_a_wrong_kernel_is_found_and_its_mistake_named(class_, flag):
     forward, backward = lsh(**{flag: True})
     report = ra.verify(forward, "lsh_attention", backward=backward)
     assert not report.ok
-    assert report.explanations[0]["class"] == class_, report.explanations
+    assert class_ in report.explanations[0]["class"].split(" + "), report.explanations

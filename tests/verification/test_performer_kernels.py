@@ -82,4 +82,4 @@ def test_a_wrong_kernel_is_found_and_its_mistake_named(class_, broken, gradients
     forward, backward = kernels(**{broken: True})
     report = ra.verify(forward, "performer_attention", backward=backward if gradients else None)
     assert not report.ok
-    assert report.explanations[0]["class"] == class_, report.explanations
+    assert class_ in report.explanations[0]["class"].split(" + "), report.explanations

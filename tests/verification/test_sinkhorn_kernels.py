@@ -74,4 +74,4 @@ def test_a_wrong_kernel_is_found_and_its_mistake_named(class_, broken):
     forward, backward = kernels(**{broken: True})
     report = ra.verify(forward, "sinkhorn_attention", backward=backward)
     assert not report.ok
-    assert report.explanations[0]["class"] == class_, report.explanations
+    assert class_ in report.explanations[0]["class"].split(" + "), report.explanations

@@ -32,4 +32,4 @@ def test_a_wrong_kernel_is_found_and_its_mistake_named(name, class_, broken, gra
     forward, backward = KERNELS[name](**broken)
     report = ra.verify(forward, name, backward=backward if gradients else None, supports=OWN[name])
     assert not report.ok
-    assert report.explanations[0]["class"] == class_, report.explanations
+    assert class_ in report.explanations[0]["class"].split(" + "), report.explanations

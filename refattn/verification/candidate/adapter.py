@@ -13,6 +13,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
+from refattn.mechanism import mechanisms
 from refattn.verification.candidate import files
 from refattn.verification.candidate.calls import Call, Outcome, read_call, write_outcome
 from refattn.verification.candidate.frameworks import Framework, Pulled, framework
@@ -210,6 +211,7 @@ class Adapter:
         q, v = call.arrays.get("q"), call.arrays.get("v")
         if self.conventions.channels == "equal" and q is not None and v is not None and q.shape[-1] != v.shape[-1]:
             raise Unsupported("it wants as many value channels as query channels")
+        options |= self._required({**call.arrays, **options})
         nested = {**call.arrays, **options}
         given = files.flat(nested)
         original = {n: self.turn_in(n, x) for n, x in given.items() if isinstance(x, np.ndarray)}
@@ -274,6 +276,23 @@ class Adapter:
             elif name not in CONVENTION_OPTIONS and (reason := self.acceptance.refusal(name)):
                 raise Unsupported(reason)
         return admitted
+
+    def _required(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What the signature has no default for and the call leaves out: the mechanism's own default, if it has one."""
+        if self.signature is None or self.preset is not None:
+            return {}
+        ours = {theirs: n for n, theirs in self.acceptance.rename.items()}
+        defaults = inspect.signature(mechanisms[self.mechanism]).parameters if self.mechanism in mechanisms else {}
+        found = {}
+        for theirs, default in self.signature.names.items():
+            name = ours.get(theirs, theirs)
+            if default is not inspect.Parameter.empty or name in given or name in self.acceptance.built_in:
+                continue
+            own = defaults[name].default if name in defaults else None
+            if own is None or own is inspect.Parameter.empty:
+                raise Unsupported(f"its signature requires {theirs}, which this call leaves out")
+            found[name] = own
+        return found
 
     def _call_arguments(
         self, handed: Mapping[str, Any], signature: "Signature | None"
@@ -342,6 +361,9 @@ class Adapter:
             if name != "output" and signature is not None and f"d_{name}" in signature.names:
                 options[f"d_{name}"] = x
                 applied.append(name)
+        for theirs, default in signature.names.items() if signature is not None else ():
+            if default is inspect.Parameter.empty and theirs.startswith("d_") and theirs not in options:
+                return Pulled(remark=f"backward: its signature requires {theirs}, which this call leaves out")
         if "output" not in brought:  # a cotangent of the lse alone: that of the output is zero
             if applied == ["output"]:
                 return Pulled(remark="backward: it takes no cotangent but that of the output")

@@ -23,6 +23,9 @@ from refattn.verification.probes import storage_dtype
 
 __all__ = ["Hypothesis", "Workbench", "sides_worth_trying"]
 
+TOO_LARGE = 1 << 24
+"""Pairs of a call beyond which its steps, whole matrices, are not computed."""
+
 _KEPT = 6
 """Calls whose right steps are kept at once: those of a long call are large."""
 
@@ -146,6 +149,8 @@ class Workbench:
 
     def case(self, call: JudgedCall) -> Case:
         """The right steps of a call."""
+        if call.pairs > TOO_LARGE:
+            raise ValueError(f"{call.probe} has {call.pairs} pairs: more than whole matrices can hold")
         if id(call) not in self._cases:
             question = call.truth.question
             cotangents = conventions_.reference_cotangents(question.cotangents64, question.conventions)

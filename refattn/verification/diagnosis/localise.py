@@ -7,7 +7,7 @@ import numpy as np
 
 from refattn.definitions.steps import Definition
 from refattn.verification.diagnosis.calls import JudgedCall
-from refattn.verification.diagnosis.hypotheses import Workbench
+from refattn.verification.diagnosis.hypotheses import TOO_LARGE, Workbench
 from refattn.verification.diagnosis.readings import Reading, read, sentences
 from refattn.verification.diagnosis.search import Explanation
 
@@ -137,6 +137,6 @@ def _of_gradients(call: JudgedCall) -> str:
 
 
 def _right_steps(call: JudgedCall, bench: Workbench) -> Any:
-    if not isinstance(bench.mechanism.definition.steps, type):
+    if not isinstance(bench.mechanism.definition.steps, type) or call.pairs > TOO_LARGE:
         return None
     return bench.case(call).right

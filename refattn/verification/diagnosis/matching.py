@@ -35,6 +35,7 @@ class Match:
         return not self.left and not self.elsewhere
 
 
+@np.errstate(all="ignore")
 def match(call: JudgedCall, predicted: Mapping[str, np.ndarray], names: tuple[str, ...] | None = None) -> Match:
     """Hold predicted arrays against the candidate's (those of ``names`` only); an array not predicted counts as right."""
     explained, left, elsewhere = [], [], {}
@@ -78,6 +79,7 @@ def match(call: JudgedCall, predicted: Mapping[str, np.ndarray], names: tuple[st
     return Match(tuple(explained), tuple(left), elsewhere, residual, telling)
 
 
+@np.errstate(all="ignore")
 def shows(call: JudgedCall, predicted: Mapping[str, np.ndarray]) -> bool:
     """Whether the hypothesis would be seen in this call at all."""
     for name in call.judged:

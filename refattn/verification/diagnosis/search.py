@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from refattn.mistakes.engine import edited_steps, source_of_edit
 from refattn.verification.diagnosis.calls import JudgedCall
-from refattn.verification.diagnosis.hypotheses import Hypothesis, Workbench, sides_worth_trying
+from refattn.verification.diagnosis.hypotheses import TOO_LARGE, Hypothesis, Workbench, sides_worth_trying
 from refattn.verification.diagnosis.matching import Match, match, shows
 from refattn.verification.diagnosis.readings import Reading, read
 from refattn.verification.diagnosis.rows import rows_in_words, wrong_rows
@@ -97,7 +97,7 @@ def explain(
     failing = sorted((c for c in calls if c.failing), key=_order)
     passing = sorted((c for c in calls if not c.failing and c.judged), key=_order)
     found: list[Explanation] = []
-    left = list(failing)
+    left = [c for c in failing if c.pairs <= TOO_LARGE]
     for _ in range(ROUNDS):
         if not left or time.process_time() > until:
             break
@@ -121,7 +121,13 @@ def explain(
             for c in left[1:]
             if id(c) not in covered and not (not best and set(c.failing) == same and _options(c) == _options(call))
         ]
-    return _unique(found)
+    return _unique(sorted(found, key=lambda e: _seen_only(e, found)))
+
+
+def _seen_only(explanation: Explanation, others: Sequence[Explanation]) -> bool:
+    """Whether it only says what the numbers look like, where a mistake explains these arrays."""
+    named = (e for e in others if e.hypothesis is not None)
+    return explanation.hypothesis is None and any(set(explanation.outputs) <= set(e.outputs) for e in named)
 
 
 def minimal(call: JudgedCall, live: Live, until: float) -> tuple[JudgedCall, list[JudgedCall]]:
