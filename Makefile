@@ -16,10 +16,10 @@ WORKERS ?= auto
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help verify test fuzz calibrate lint format typecheck docs bench wheel clean
+.PHONY: help verify test fuzz calibrate mutation-score lint format typecheck docs bench wheel clean
 
 help:
-	@echo "make verify | test | fuzz | calibrate | lint | format | typecheck | docs | bench | wheel | clean"
+	@echo "make verify | test | fuzz | calibrate | mutation-score | lint | format | typecheck | docs | bench | wheel | clean"
 
 # ---- environment: a stamp for each set of extras, renewed when the metadata changes
 
@@ -98,6 +98,12 @@ docs: $(VENV)/.ready-docs
 # The thresholds of the verdict, measured on right kernels: twenty seeds, about ten minutes; the docs show the table.
 calibrate: $(VENV)/.ready-test
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/verification/calibrate.py -o docs/tolerances_table.md
+
+# Every mistake of the catalogues made and looked for: about two hours, less with MECHANISM=linear_attention or SAMPLE=10;
+# LIFTED=-1 takes all that a mechanism shares with the one it is built on.
+mutation-score: $(VENV)/.ready-test
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -P tests/verification/mutation_score.py --jobs $(or $(JOBS),2) $(if $(MECHANISM),--mechanism $(MECHANISM)) \
+	  $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(LIFTED),--lifted $(LIFTED)) $(if $(MECHANISM)$(SAMPLE),,-o docs/mutation_score_table.md)
 
 # What is committed is measured (`make bench ASV="run --quick"` is shorter); `asv publish` makes the pages.
 ASV ?= run

@@ -226,13 +226,13 @@ class Case:
         return self._rebuilt
 
     def _in_rows(self, call: Definition, names: list[str], rows: Any) -> dict[str, Any]:
+        """Cotangents without such rows (a state's) go to the wrong part, as its results do."""
         at = np.broadcast_to(rows, np.shape(self.right.result()["output"])[:-1])
-        parts = []
-        for one, inside in ((call, at), (self.right, ~at)):
-            cotangents = self.right.cotangents or {}
-            masked = {n: _where_rows(inside, x, np.zeros_like(x)) for n, x in cotangents.items()}
-            parts.append(one.pull(**masked).gradient(names))
-        return {n: parts[0][n] + parts[1][n] for n in names}
+        cotangents = self.right.cotangents or {}
+        inside = {n: _where_rows(at, x, np.zeros_like(x)) for n, x in cotangents.items()}
+        outside = {n: x - inside[n] for n, x in cotangents.items()}
+        wrong, right = call.pull(**inside).gradient(names), self.right.pull(**outside).gradient(names)
+        return {n: wrong[n] + right[n] for n in names}
 
     def value(self, mistake: Mistake, step_: str) -> Any:
         """The value of one step with this mistake, made on both sides."""

@@ -9,11 +9,11 @@ import numpy as np
 
 from refattn import arrays, backends
 from refattn.mechanism import Mechanism, mechanisms
-from refattn.verification.allowances import explained_by_allowance
 from refattn.verification.candidate import open_candidate
 from refattn.verification.capabilities import SHAPE_CAPABILITIES
+from refattn.verification.causes import causes_of
 from refattn.verification.conventions import CONVENTION_OPTIONS, Conventions, UsageError
-from refattn.verification.diagnosis import JudgedCall, Workbench, departure, explain
+from refattn.verification.diagnosis import JudgedCall, Workbench, departure
 from refattn.verification.limits import parse_sizes
 from refattn.verification.properties import check_properties
 from refattn.verification.report import Report
@@ -270,19 +270,11 @@ def _report(session: Session, checked: tuple[dict[str, Any], ...]) -> Report:
     for row in session.rows:
         if row.status == "timeout":
             session.explain("hang", f"no answer within {session.seconds:g} s", (), row.probe)
-    covered = {probe for entry in session.structural for probe in entry["probes"]}
-    open_cases = [c for c in session.cases if not (c.failing and c.probe in covered)]
-    failing = sum(bool(c.failing) for c in open_cases)
     bench = Workbench(session.mechanism, candidate.conventions)
     live = session if candidate.abilities.values else None
-    causes = explain(open_cases, bench, live=live)
-    departs = departure(session.cases, bench, causes, live)
-    explanations = [e.as_record(failing) for e in causes] + session.structural
-    roundings = [e.as_record() for e in explained_by_allowance(open_cases)]
-    declarable = {e["class"] for e in roundings}
-    explanations = [e for e in explanations if e["class"] not in declarable]
-    whole = any(e.confirmed and not e.left and e.name not in declarable for e in causes)
-    explanations = explanations + roundings if whole else roundings + explanations
+    causes = causes_of(session.cases, bench, live=live, structural=session.structural)
+    departs = departure(session.cases, bench, causes.mistakes, live)
+    explanations = causes.records
     notes = list(session.notes)
     if any(row.status == "mismatch" for row in session.rows) and not explanations:
         notes += _structure(session.cases)

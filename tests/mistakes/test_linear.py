@@ -53,3 +53,13 @@ def test_a_carry_lost_after_the_second_chunk_shows_beyond_it():
     # the variant of 16 is the first: rows of the third chunk on
     rows = np.abs(output["output"] - attention(**given)).max((0, 1, 3)) > 1e-9
     assert np.flatnonzero(rows)[0] == 32
+
+
+def test_cotangents_without_rows_count_once():
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((2, 3, 5, 4)) for _ in range(3))
+    back = {"output": rng.standard_normal((2, 3, 5, 4)), "state": rng.standard_normal((2, 3, 4, 4))}
+    case = Case(catalogue.definition, {"q": q, "k": k, "v": v}, back)
+    rows = np.zeros((2, 3, 5), bool)
+    rows[..., 3:] = True
+    assert case.gradients(entry("causal_drop"), rows=rows) is None  # nothing is causal here

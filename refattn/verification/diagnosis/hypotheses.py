@@ -20,6 +20,7 @@ from refattn.verification.conventions import Conventions
 from refattn.verification.diagnosis.calls import JudgedCall
 from refattn.verification.diagnosis.readings import Reading
 from refattn.verification.probes import storage_dtype
+from refattn.verification.truth import Truth
 
 __all__ = ["Hypothesis", "Workbench", "sides_worth_trying"]
 
@@ -28,6 +29,9 @@ TOO_LARGE = 1 << 24
 
 _KEPT = 6
 """Calls whose right steps are kept at once: those of a long call are large."""
+
+_BYTES = 1 << 29
+"""What kept predictions may take."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +55,31 @@ class Hypothesis:
         return self.side == "backward"
 
 
-class Workbench:
-    """All hypotheses about one candidate, and what they predict; predictions of a call share its right steps."""
+@dataclasses.dataclass(frozen=True)
+class _Prediction:
+    """Arrays, and what they were predicted for, which lives as long: it is known by its identity."""
 
-    def __init__(self, mechanism: Mechanism, conventions: Conventions) -> None:
-        self.mechanism, self.conventions = mechanism, conventions
-        self._cases: OrderedDict[int, tuple[JudgedCall, Case]] = OrderedDict()
-        self._predictions: dict[tuple[int, int, bool], dict[str, np.ndarray]] = {}
+    hypothesis: Hypothesis
+    truth: Truth
+    arrays: dict[str, np.ndarray]
+
+    @property
+    def bytes(self) -> int:
+        return sum(np.asarray(x).nbytes for x in self.arrays.values())
+
+
+class Workbench:
+    """All hypotheses about one candidate, and what they predict; predictions of a call share its right steps.
+
+    What is predicted for a call follows from its truth alone: candidates that get the same calls may share a bench.  ``kept``
+    is how many calls' right steps it keeps.
+    """
+
+    def __init__(self, mechanism: Mechanism, conventions: Conventions, *, kept: int = _KEPT) -> None:
+        self.mechanism, self.conventions, self._kept = mechanism, conventions, kept
+        self._cases: OrderedDict[int, tuple[Truth, Case]] = OrderedDict()
+        self._predictions: OrderedDict[tuple[int, int, bool], _Prediction] = OrderedDict()
+        self._bytes = 0
         catalogue = mechanism.catalogue
         self.mistakes: list[Hypothesis] = []
         if catalogue is None:
@@ -109,17 +131,25 @@ class Workbench:
         ``gradients=False`` leaves these out, which is cheaper.
         """
         found: dict[str, np.ndarray] = {}
-        for part in (False, True)[: 1 + gradients]:
-            key = (id(hypothesis), id(call), part)
+        wanted = gradients and any(n.startswith("d_") for n in call.judged)
+        for part in (False, True)[: 1 + wanted]:
+            key = (id(hypothesis), id(call.truth), part)
             if key not in self._predictions:
                 try:
                     with np.errstate(all="ignore"):
                         made = self._predict(hypothesis, call, part)
                 except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError):
                     made = {}  # not made for these arguments
-                self._predictions[key] = {n: x for n, x in made.items() if n in call.judged}
-            found |= self._predictions[key]
+                self._keep(key, _Prediction(hypothesis, call.truth, made))
+            self._predictions.move_to_end(key)
+            found |= {n: x for n, x in self._predictions[key].arrays.items() if n in call.judged}
         return found
+
+    def _keep(self, key: tuple[int, int, bool], prediction: "_Prediction") -> None:
+        self._predictions[key] = prediction
+        self._bytes += prediction.bytes
+        while self._bytes > _BYTES and len(self._predictions) > 1:
+            self._bytes -= self._predictions.popitem(last=False)[1].bytes
 
     def edits_before(self, hypothesis: Hypothesis, call: JudgedCall, step: str) -> bool:
         """Whether a mistake is made in a step that this one follows from."""
@@ -151,22 +181,21 @@ class Workbench:
         """The right steps of a call."""
         if call.pairs > TOO_LARGE:
             raise ValueError(f"{call.probe} has {call.pairs} pairs: more than whole matrices can hold")
-        if id(call) not in self._cases:
+        key = id(call.truth)
+        if key not in self._cases:
             question = call.truth.question
             cotangents = conventions_.reference_cotangents(question.cotangents64, question.conventions)
             steps = self.mechanism.definition.steps
             made = Case(steps, question.arguments(), cotangents, storage=storage_dtype(question.precision))
-            self._cases[id(call)] = (call, made)
-            while len(self._cases) > _KEPT:
+            self._cases[key] = (call.truth, made)
+            while len(self._cases) > self._kept:
                 self._cases.popitem(last=False)
-        self._cases.move_to_end(id(call))
-        return self._cases[id(call)][1]
+        self._cases.move_to_end(key)
+        return self._cases[key][1]
 
     def _predict(self, hypothesis: Hypothesis, call: JudgedCall, gradients: bool) -> dict[str, np.ndarray]:
         """The results alone, or the gradients alone."""
         question = call.truth.question
-        if gradients and not any(n.startswith("d_") for n in call.judged):
-            return {}
         if hypothesis.conventions is not None:
             other = hypothesis.conventions
             made = question.answer(question.arguments(other), question.cotangents64, other)
