@@ -170,6 +170,6 @@ def _onnx_function(path: Path, request: Mapping[str, Any]) -> Callable[..., Any]
 
     kind = inspect.Parameter
     parameters = [kind(n, kind.POSITIONAL_ONLY) for n in positional]
-    parameters += [kind(masked.get(n, n), kind.KEYWORD_ONLY) for n in options]
+    parameters += [kind(masked.get(n, n), kind.KEYWORD_ONLY, default=None) for n in options]  # run says what is missing
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run

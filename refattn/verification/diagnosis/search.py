@@ -121,7 +121,7 @@ def explain(
             for c in left[1:]
             if id(c) not in covered and not (not best and set(c.failing) == same and _options(c) == _options(call))
         ]
-    return _unique(sorted(found, key=lambda e: _seen_only(e, found)))
+    return _unique(found)
 
 
 def _seen_only(explanation: Explanation, others: Sequence[Explanation]) -> bool:
@@ -350,4 +350,5 @@ def _unique(explanations: Sequence[Explanation]) -> list[Explanation]:
         known = kept.get(entry.name)
         if known is None or len(entry.calls) > len(known.calls):
             kept[entry.name] = entry
-    return sorted(kept.values(), key=lambda e: (bool(e.left), bool(e.limited), -len(e.calls)))
+    order = {n: (_seen_only(e, explanations), bool(e.left), bool(e.limited), -len(e.calls)) for n, e in kept.items()}
+    return sorted(kept.values(), key=lambda e: order[e.name])
