@@ -30,6 +30,7 @@ from refattn.arrays import namespace
 from refattn.attention.blocks.local import Near, seen_after
 from refattn.core import options
 from refattn.core.blocks import one_length
+from refattn.core.listed import CHOICES
 from refattn.core.problem import prepare
 from refattn.mechanism import mechanism
 from refattn.records import Counts, Result
@@ -37,7 +38,7 @@ from refattn.records import Counts, Result
 __all__ = ["local_attention"]
 
 
-@options.takes()
+@options.takes(*(n for n in options.SHARED if n not in CHOICES))
 def forward(
     q: Any,
     k: Any,

@@ -42,13 +42,14 @@ from refattn.attention.blocks.sparse_transformer import (
 )
 from refattn.core import options
 from refattn.core.blocks import one_length
+from refattn.core.listed import CHOICES
 from refattn.core.problem import prepare
 from refattn.mechanism import mechanism
 from refattn.records import Counts, Result
 
 __all__ = ["sparse_transformer_attention"]
 
-_SHARED = tuple(n for n in options.SHARED if n != "pattern")
+_SHARED = tuple(n for n in options.SHARED if n not in ("pattern", *CHOICES))
 
 
 @options.takes(*_SHARED)

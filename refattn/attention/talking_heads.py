@@ -39,13 +39,14 @@ from refattn.arrays import broadcast_leading, device, flatten_leading, real, req
 from refattn.attention.blocks.talking_heads import Call, Mix, backward_group, forward_group, runs
 from refattn.core import options
 from refattn.core.blocks import KEYS, Group, View, groups
+from refattn.core.listed import CHOICES
 from refattn.mechanism import mechanism
 from refattn.normalization import lse_of
 from refattn.records import AttentionSettings, Counts, Elements, Pass, Result, Sizes
 
 __all__ = ["talking_heads_attention"]
 
-_SHARED = tuple(n for n in options.SHARED if n not in ("sinks", "lse_includes_sinks", "head_map"))
+_SHARED = tuple(n for n in options.SHARED if n not in ("sinks", "lse_includes_sinks", "head_map", *CHOICES))
 _PARTS = {
     "logits_projection": "x h", "query_logits": "... q x h", "key_logits": "... k x h",
     "weights_projection": "h y", "query_weights": "... q h y", "key_weights": "... k h y",

@@ -7,7 +7,8 @@ r"""Exact top-k attention: every query attends to the keys with its largest logi
 letter  axis                                        where
 ======  ==========================================  ==================
 ...     any batch axes, broadcast as in matmul      all
-h       head                                        all
+h       query head                                  q, output, lse, indices
+g       key head, h a multiple of g                 k, v
 q, k    query position, key position                q, output; k, v
 n       place among the chosen                      indices
 d, e    query/key channel, value channel            q, k; v, output
@@ -22,34 +23,30 @@ dominate the softmax); Gupta et al. 2021, arXiv:2106.06899, section 2 (exact top
 """
 
 import math
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from refattn import cost as costs
-from refattn import patterns
-from refattn.arrays import device, is_array, is_integer, require_integer, to_namespace, to_numpy
+from refattn.arrays import device, require_integer
 from refattn.core import options
-from refattn.core.blocks import Group, Maker, groups
+from refattn.core.blocks import Group, groups
 from refattn.core.forward import rows_of_logits
+from refattn.core.listed import GATHERED
 from refattn.core.problem import Prepared, prepare
-from refattn.core.selections import Index, Lattice
 from refattn.mechanism import mechanism
-from refattn.records import Block, Counts, Elements, Pass, Result
+from refattn.records import Counts, Elements, Pass, Result, Sizes
 
 __all__ = ["topk_attention"]
 
-_SHARED = tuple(n for n in options.SHARED if n != "head_map")
-_GATHERED = 1 << 21
-"""Numbers (pairs x channels) that one block may gather."""
+_SHARED = tuple(n for n in options.SHARED if n not in ("indices", "block_indices", "block"))
 
 
 # ---------------------------------------------------------------------- the choice
 
 
 def _choose(prepared: Prepared, count: int) -> Any:
-    """(b, h, q, count) ints: keys by falling logit, -1 where a row sees no more."""
+    """(..., h, q, count) ints: keys by falling logit, -1 where a row sees no more."""
     problem, backend = prepared.problem, prepared.backend
     xp = backend.xp
     b, g, r, q, _ = problem.q.shape
@@ -68,29 +65,7 @@ def _choose(prepared: Prepared, count: int) -> Any:
     for group, part in zip(tasks, backend.map(run, tasks, work=b * g * r * q * problem.k.shape[-2]), strict=True):
         if part is not None:
             chosen = backend.assign(chosen, (group.b, group.g, slice(None), slice(*group.q), ...), part)
-    return xp.reshape(chosen, (b, g * r, q, count))
-
-
-def _given(indices: Any, lead: tuple[int, ...], h: int, n_q: int, n_k: int) -> np.ndarray:
-    """The caller's indices, checked, as host ints (..., h, q, n)."""
-    if not is_array(indices) or not is_integer(indices.dtype):
-        kind = f"has dtype {indices.dtype}" if is_array(indices) else f"is a {type(indices).__name__}"
-        raise TypeError(f"indices {kind}: expected an int array (..., h, q, n), -1 = none")
-    host = to_numpy(indices).astype(np.int64)
-    want = (*lead, h, n_q)
-    fits = host.ndim >= 1 and host.ndim - 1 <= len(want)
-    fits = fits and all(m in (1, n) for m, n in zip(reversed(host.shape[:-1]), reversed(want), strict=False))
-    if not fits:
-        raise ValueError(f"indices has shape {host.shape}: expected (..., h, q, n) with (..., h, q) = {want}")
-    if host.size and (host.min() < -1 or host.max() >= n_k):
-        wrong = host[(host < -1) | (host >= n_k)][0]
-        raise ValueError(f"indices contains {wrong}: expected keys 0 ... {n_k - 1}, or -1 for none")
-    ordered = np.sort(host, axis=-1)
-    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
-    if twice.any():
-        at = tuple(int(n) for n in np.argwhere(twice)[0][:-1])
-        raise ValueError(f"indices names key {ordered[..., 1:][twice][0]} twice in row {at}: expected each key once")
-    return np.broadcast_to(host, (*want, host.shape[-1]))
+    return xp.reshape(prepared.options.heads.join(chosen, 1), (*prepared.lead, g * r, q, count))
 
 
 def _arguments(count: Any, indices: Any, n_k: int) -> int | None:
@@ -104,36 +79,6 @@ def _arguments(count: Any, indices: Any, n_k: int) -> int | None:
     if count > n_k:
         raise ValueError(f"count is {count}, but there are {n_k} keys: expected at most as many")
     return count
-
-
-def as_mask(indices: np.ndarray, n_k: int) -> np.ndarray:
-    """(..., q, n) ints as (..., q, k) bool."""
-    places = np.zeros((*indices.shape[:-1], n_k + 1), dtype=bool)
-    np.put_along_axis(places, np.where(indices < 0, n_k, indices), True, axis=-1)
-    return places[..., :n_k]
-
-
-# ---------------------------------------------------------------------- blocks
-
-
-def _blocks(indices: Any, n_q: int, n_k: int, channels: int, xp: Any, like: Any) -> Callable[..., Iterator[Block]]:
-    """Each query a block of its own, with the keys that were chosen for it; indices (b, h, q, n)."""
-    n = indices.shape[-1]
-
-    def blocks(visibility: patterns.Pattern | None, group: Group) -> Iterator[Block]:
-        make = Maker(visibility, group, n_q, n_k, xp, like)
-        rows = max(1, _GATHERED // max(1, make.units * n * channels))
-        if not n or not n_k:
-            return
-        for start in range(0, n_q, rows):
-            stop = min(start + rows, n_q)
-            own = indices[group.b, group.g, start:stop, :][:, :, None, ...]  # (b, g, r = 1, rows, n)
-            absent = own < 0
-            keys = Index(xp.where(absent, xp.zeros_like(own), own))
-            queries = Lattice(start, stop - start, 1)
-            yield make.listed(queries, keys, xp.logical_not(absent)[..., None, :])
-
-    return blocks
 
 
 # ---------------------------------------------------------------------- forward and backward
@@ -156,12 +101,13 @@ def forward(
     Parameters
     ----------
     q : array (..., h, q, d)
-    k : array (..., h, k, d)
-    v : array (..., h, k, e)
+    k : array (..., g, k, d)
+    v : array (..., g, k, e)
     count : int
         Keys chosen for a query, 1 ... k: those with the largest logits.
-    indices : int array, broadcasts to (..., h, q, n)
-        The chosen keys, instead of ``count``; -1 = none.  Visibility still applies to them.
+    indices : int array (..., 1 | g | h, q, n)
+        The chosen keys, instead of ``count``; the head axis is always there.  -1 and numbers from k on stand for no key, the
+        order means nothing, and everything that hides pairs still does.
     {shared}
 
     Returns
@@ -174,8 +120,8 @@ def forward(
     Raises
     ------
     ValueError
-        Shapes that disagree, key heads other than query heads, a count below 1 or above the number of keys, indices out of
-        range or twice in a row, a missing ``align``.
+        Shapes that disagree, heads that do not divide, a count below 1 or above the number of keys, indices below -1, a missing
+        ``align``.
     TypeError
         Both or neither of count and indices, or arrays of the wrong type.
 
@@ -191,25 +137,16 @@ def forward(
     ([[[2, 1]]], 5.0)
     """
     sizes = options.read_sizes(q, k, v)
-    h, n_q, n_k = sizes.h, sizes.q, sizes.k
-    if h != sizes.g:
-        raise ValueError(f"heads: q has {h} and k has {sizes.g}: topk_attention expects the same number")
-    count = _arguments(count, indices, n_k)
+    count = _arguments(count, indices, sizes.k)
     arguments = {"backend": backend, "algorithm": algorithm, **shared}
-    whole = algorithm == "whole" or bool(shared.get("keep_weights"))
-    search = prepare(q, k, v, **arguments)
-    xp, lead = search.backend.xp, search.lead
     if count is None:
-        chosen = to_namespace(_given(indices, lead, h, n_q, n_k).copy(), xp, like=q)
+        prepared = prepare(q, k, v, indices=indices, **arguments)
+        xp, rows = backend.xp, (*sizes.lead, sizes.h, sizes.q)
+        lists = prepared.options.lists.of_heads()
+        chosen = xp.asarray(np.broadcast_to(lists, (*rows, lists.shape[-1])), device=device(q), copy=True)
     else:
-        chosen = xp.reshape(_choose(search, count), (*lead, h, n_q, count))
-    own: dict[str, Any]
-    if whole:
-        own = {"extra_pattern": patterns.dense(as_mask(to_numpy(chosen), n_k))}
-    else:
-        flat = xp.reshape(chosen, (math.prod(lead), h, n_q, chosen.shape[-1]))
-        own = {"blocks": _blocks(flat, n_q, n_k, max(q.shape[-1], v.shape[-1]), xp, q)}
-    prepared = prepare(q, k, v, **own, **arguments)
+        chosen = _choose(prepare(q, k, v, **arguments), count)
+        prepared = prepare(q, k, v, indices=chosen, **arguments)
     result, saved = prepared.run()
     return Result(**result.fields, indices=chosen), (prepared, saved)
 
@@ -224,6 +161,7 @@ def cost(
     *,
     b: int = 1,
     h: int = 1,
+    g: int | None = None,
     q: int,
     k: int,
     d: int,
@@ -236,24 +174,24 @@ def cost(
 
     The search computes all q k logits in runs of queries, whatever is visible.  Given ``indices`` are searched for nothing.
     """
-    e = d if e is None else e
-    costs.require_sizes(b=b, h=h, q=q, k=k, d=d, e=e)
+    g, e = h if g is None else g, d if e is None else e
+    costs.require_sizes(b=b, h=h, g=g, q=q, k=k, d=d, e=e)
     searched = _arguments(count, indices, k) is not None
     rows = b * h * q
-    visibility = costs.softmax_settings(b=b, h=h, g=h, q=q, k=k, d=d, e=e, **shared).visibility
+    sizes = Sizes(lead=(b,), h=h, g=g, q=q, k=k, d=d, e=e)
+    read = options.read(sizes, xp=np, dtype=np.float64, indices=indices, **shared)
+    visibility = read.settings.visibility
     if searched:
         n = int(count or 0)
         compared = rows * k if visibility is None else visibility.pairs(q, k, batch=b, heads=h)
         chosen = rows * n if visibility is None else visibility.pairs(q, k, batch=b, heads=h, most=n)
     else:
-        seen = as_mask(_given(indices, (b,), h, q, k), k)
-        n, compared = np.shape(indices)[-1], 0
-        chosen = int((seen if visibility is None else seen & visibility.to_mask(q, k, b, h)).sum())
+        n, compared, chosen = np.shape(indices)[-1], 0, costs.listed_pairs(read)
     read, written = (
-        Elements(storage=b * h * (q * d + k * (d + e))),
+        Elements(storage=b * (h * q * d + g * k * (d + e))),
         Elements(storage=rows * e, compute=rows, index=rows * n),
     )
-    gathered = Elements(compute=2 * min(rows * n * (d + e), 2 * _GATHERED))
+    gathered = Elements(compute=2 * min(rows * n * (d + e), 2 * GATHERED))
     return Counts(
         forward=Pass(
             multiplies=compared * d + chosen * (d + e),
@@ -280,6 +218,7 @@ def example(
     *,
     b: int = 2,
     h: int = 3,
+    g: int | None = None,
     q: int = 5,
     k: int = 7,
     d: int = 4,
@@ -288,14 +227,17 @@ def example(
     count: int | None = 3,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Normal q (b,h,q,d), k (b,h,k,d), v (b,h,k,e); options are passed through.  count: no more than k; left out with indices.
+    """Normal q (b,h,q,d), k (b,g,k,d), v (b,g,k,e), g = h unless given; options are passed through.
+
+    count: no more than k; left out with indices.
 
     n: q and k are small whole numbers and only n keys differ, so that there are ties, exact in any order of summation.
     """
     normal = rng.standard_normal
-    arrays = {"q": normal((b, h, q, d)), "k": normal((b, h, k, d)), "v": normal((b, h, k, e))}
+    g = g or h
+    arrays = {"q": normal((b, h, q, d)), "k": normal((b, g, k, d)), "v": normal((b, g, k, e))}
     if n is not None:
-        arrays["q"], distinct = (rng.integers(-2, 3, size).astype(float) for size in ((b, h, q, d), (b, h, n, d)))
+        arrays["q"], distinct = (rng.integers(-2, 3, size).astype(float) for size in ((b, h, q, d), (b, g, n, d)))
         arrays["k"] = distinct[..., np.arange(k) % n, :]
     if "indices" in settings:
         return {**arrays, **settings}
@@ -303,10 +245,10 @@ def example(
 
 
 def _example_indices(n_q: int, n_k: int) -> np.ndarray:
-    """(q, 4): keys of different spacing, the third missing in every other row."""
+    """(1, 1, q, 4): keys of different spacing, the third missing in every other row."""
     i = np.arange(n_q)[:, None]
     found = (5 * i + np.array([7, 0, 3, 11])) % n_k
-    return np.where((np.arange(4) == 2) & (i % 2 == 1), -1, found)
+    return np.where((np.arange(4) == 2) & (i % 2 == 1), -1, found)[None, None]
 
 
 def margin(arguments: dict[str, Any]) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 
 from refattn.arrays import device, namespace
 from refattn.contraction import einsum
-from refattn.core.blocks import Group, View, groups, listed_blocks, product
+from refattn.core.blocks import Group, View, groups, listed_blocks, product, summed
 from refattn.core.forward import Forward, logits_of_block, with_sinks
 from refattn.core.selections import Span
 from refattn.records import AttentionProblem
@@ -123,17 +123,18 @@ def backward_group(
             d_o = queries.take(d_output)
         view.enter(block)
         keys, values = block.keys.take(k), block.keys.take(v)
+        apart = keys.shape[2] > 1  # query heads of one key head have lists of their own
         logits, kept = logits_of_block(view, keys, neutral=True)
         logits -= m
         weights = view.seen(backend.exp_into(logits))  # times the row's sum, as d_o and c are divided by it
         d_logits = einsum("...qe,...ke->...qk", d_o, values, out=view.buffer("d_weights", d_o, values))
         factor = view.dropout()
         if factor is None:
-            d_values = product(backend, weights, d_o, view.visible, transposed=True)
+            d_values = summed(backend, weights, d_o, view.visible, apart=apart)
         else:
-            d_values = product(backend, weights * factor, d_o, view.visible, transposed=True)
+            d_values = summed(backend, weights * factor, d_o, view.visible, apart=apart)
             d_logits = d_logits * factor
-        d_v = block.keys.accumulate(backend, d_v, _over_heads(d_values))
+        d_v = block.keys.accumulate(backend, d_v, d_values)
         d_logits -= c
         d_logits *= weights
         d_logits = view.seen(d_logits)
@@ -141,12 +142,6 @@ def backward_group(
             d_logits = term.pull(d_logits, saved, view, sums)
         d_rows = product(backend, d_logits, keys, view.visible)
         d_q = rows.accumulate(backend, d_q, d_rows if view.d_q is None else d_rows + view.d_q)
-        d_keys = product(backend, d_logits, view.q, view.visible, transposed=True)
-        d_k = block.keys.accumulate(backend, d_k, _over_heads(d_keys))
+        d_k = block.keys.accumulate(backend, d_k, summed(backend, d_logits, view.q, view.visible, apart=apart))
     d_scale = xp.sum(xp.where(d_q == 0, xp.zeros_like(d_q), d_q * q[..., start:stop, :]))
     return d_q * problem.scale, d_k[:, :, 0, ...], d_v[:, :, 0, ...], d_scale, sums
-
-
-def _over_heads(x: Any) -> Any:
-    """Sum over the query heads that share a key head."""
-    return x if x.shape[2] == 1 else namespace(x).sum(x, axis=2, keepdims=True)

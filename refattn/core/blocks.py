@@ -34,6 +34,7 @@ __all__ = [
     "product",
     "slice_blocks",
     "some",
+    "summed",
     "tiled",
     "whole_block",
 ]
@@ -420,3 +421,18 @@ def product(backend: Any, weights: Any, values: Any, visible: Any, *, transposed
             share = weights[..., j : j + 1] * xp.where(finite[..., j : j + 1, :], xp.zeros_like(row), row)
             output = output + xp.where(visible[..., j : j + 1], share, xp.zeros_like(share))
     return output
+
+
+def summed(backend: Any, weights: Any, values: Any, visible: Any, *, apart: bool = False) -> Any:
+    """Weights (b, g, r, ..., q, k) times values (b, g, r, ..., q, e), summed over queries and the query heads r: (b, g, 1, ..., k, e).
+
+    As in :func:`product`, an invisible pair contributes nothing.  ``apart``: the query heads have keys of their own, and are
+    not summed over.
+    """
+    xp = backend.xp
+    if apart:
+        return product(backend, weights, values, visible, transposed=True)
+    if visible is not None and not bool(xp.all(xp.isfinite(values))):
+        return xp.sum(product(backend, weights, values, visible, transposed=True), axis=2, keepdims=True)
+    spec = "bgrqk,bgrqe->bgke" if weights.ndim == 5 else "bgrnqk,bgrnqe->bgnke"
+    return einsum(spec, weights, values)[:, :, None, ...]

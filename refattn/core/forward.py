@@ -135,12 +135,15 @@ def forward_group(problem: AttentionProblem, group: Group, backend: Any, kept: l
     return put_back(result)
 
 
-def logits_of_block(view: View, keys: Any, *, neutral: bool) -> tuple[Any, list[Any]]:
+def logits_of_block(view: View, keys: Any, *, neutral: bool, scale: Any = None) -> tuple[Any, list[Any]]:
     """Logits of the block of a view (before visibility), and what each term keeps for its backward.
 
-    ``neutral``: 0 at invisible pairs before the terms, so that their slopes are finite there.
+    ``neutral``: 0 at invisible pairs before the terms, so that their slopes are finite there.  ``scale``: what the products are
+    multiplied by, where the queries of the view are not.
     """
     logits = einsum("...qd,...kd->...qk", view.q, keys, out=view.buffer("logits", view.q, keys))
+    if scale is not None:
+        logits = logits * scale
     if neutral:
         logits = view.seen(logits)
     kept = []
@@ -257,7 +260,8 @@ def _padding(problem: AttentionProblem, visible: Any, xp: Any) -> Any:
 def rows_of_logits(problem: AttentionProblem, group: Group, backend: Any) -> Iterator[Any]:
     """Real parts of the logits of a group over all keys, (b,g,r,a,k) for one run of queries after the other.
 
-    They are those that meet visibility; -inf stands where a pair is invisible, +inf for NaN.  For mechanisms that compare.
+    They are those that meet visibility; -inf stands where a pair is invisible, +inf for NaN.  For mechanisms that compare: products
+    first, then the scale, so that equal products stay equal (a scaled query would round them apart).
     """
     xp = backend.xp
     view = View(problem, group, backend, gradient=False)
@@ -267,7 +271,7 @@ def rows_of_logits(problem: AttentionProblem, group: Group, backend: Any) -> Ite
         run = dataclasses.replace(group, q=(i0, min(i0 + rows, group.q[1])))
         for block in whole_block(problem, run, xp):
             view.enter(block)
-            view.q = block.queries.take(q) * problem.scale
-            logits = real(logits_of_block(view, k, neutral=False)[0])
+            view.q = block.queries.take(q)
+            logits = real(logits_of_block(view, k, neutral=False, scale=problem.scale)[0])
             logits = xp.where(xp.isnan(logits), xp.full_like(logits, math.inf), logits)
             yield logits if view.visible is None else xp.where(view.visible, logits, xp.full_like(logits, -math.inf))

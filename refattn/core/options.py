@@ -37,14 +37,15 @@ from refattn.arrays import (
     to_numpy,
 )
 from refattn.core import blocks as cutting
+from refattn.core.heads import Heads
+from refattn.core.listed import Lists, read_lists
 from refattn.core.selections import Span
-from refattn.core.terms import Alibi, Among, Bias, ScoreMod, SoftCap
+from refattn.core.terms import Alibi, Among, Bias, Repeats, ScoreMod, SoftCap
 from refattn.records import AttentionSettings, Block, Sizes
 
 __all__ = [
     "DIFFERENTIABLE",
     "SHARED",
-    "Heads",
     "Options",
     "offsets",
     "per_batch",
@@ -77,6 +78,10 @@ SHARED: dict[str, Any] = {
     "score_mod": None,
     "keep_weights": False,
     "head_map": "repeat",
+    "indices": None,
+    "block_indices": None,
+    "block": None,
+    "duplicates": "union",
 }
 """Every shared option with its default."""
 
@@ -124,7 +129,14 @@ SHARED_DOC = """
         The Result also holds ``weights`` (after dropout) and ``logits``: as they meet visibility, -inf where bias or
         score_mod hides the pair and at queries and keys beyond their lengths; what masks hide keeps its logit.
     head_map : {"repeat", "tile"}
-        Query head i uses key head i // (h / g), or i % g."""
+        Query head i uses key head i // (h / g), or i % g.
+    indices : int array (..., 1 | g | h, q, n)
+        The keys that each query may see; the head axis is always there.  -1 and numbers from k on stand for no key, the order
+        means nothing; everything else that hides pairs still does.
+    block_indices, block : int array (..., 1 | g | h, q, n), int
+        The same in blocks of ``block`` keys: block c holds the keys c block ... (c + 1) block - 1; the last may be short.
+    duplicates : {"union", "multiset"}
+        A key that is listed twice counts once, or as often as it is listed."""
 """The numpydoc entries of the shared options, for the docstrings of mechanisms."""
 
 
@@ -162,37 +174,6 @@ def _entries(text: str) -> list[tuple[list[str], str]]:
     return [(names, "\n".join(lines)) for names, lines in entries]
 
 
-class Heads:
-    """Query heads h <-> (g, r): the r query heads of each of the g key heads."""
-
-    def __init__(self, h: int, g: int, head_map: str) -> None:
-        self.h, self.g, self.r, self.tile = h, g, h // g if g else 0, head_map == "tile"
-        numbers = np.arange(h)
-        self.numbers = numbers.reshape(self.r, g).T if self.tile else numbers.reshape(g, self.r)
-
-    def split(self, x: Any, axis: int = 1) -> Any:
-        """Axis of h (or 1) into (g, r) (or (1, 1))."""
-        xp = namespace(x)
-        before, size, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
-        if size == 1 and self.h != 1:
-            return xp.reshape(x, (*before, 1, 1, *after))
-        if not self.tile:
-            return xp.reshape(x, (*before, self.g, self.r, *after))
-        x = xp.reshape(x, (*before, self.r, self.g, *after))
-        order = list(range(x.ndim))
-        order[axis], order[axis + 1] = axis + 1, axis
-        return xp.permute_dims(x, tuple(order))
-
-    def join(self, x: Any, axis: int) -> Any:
-        """(g, r) at ``axis`` back into one axis in the caller's order."""
-        xp = namespace(x)
-        if self.tile and x.shape[axis] * x.shape[axis + 1] == self.h:
-            order = list(range(x.ndim))
-            order[axis], order[axis + 1] = axis + 1, axis
-            x = xp.permute_dims(x, tuple(order))
-        return xp.reshape(x, (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :]))
-
-
 def read_sizes(q: Any, k: Any, v: Any) -> Sizes:
     """Sizes of q (..., h, q, d), k (..., g, k, d) and v (..., g, k, e), which must agree."""
     for name, x, axes in (("q", q, "h, q, d"), ("k", k, "g, k, d"), ("v", v, "g, k, e")):
@@ -223,6 +204,8 @@ class Options:
     keep_weights: bool
     shapes: dict[str, tuple[int, ...]]
     """Of each differentiable option, with the broadcast axes that its gradient still has."""
+    lists: Lists | None
+    """The keys that are listed for each query."""
     head_axes: dict[str, int]
     """Where the core's gradient of an option has its heads (g, r)."""
 
@@ -275,11 +258,21 @@ def read(
     offset = offsets(sizes.lead, others.q, others.k, options)
     terms = () if extra_terms is None else tuple(extra_terms(heads, sizes.lead))
     terms += reader.terms(options, offset)
+    lists = read_lists(options, others, heads.key_head)
     lengths = {n: reader.lengths(n, options[n]) for n in ("query_lengths", "key_lengths")}
     visibility = _visibility(others, offset, lengths, options)
     if extra_pattern is not None and blocks is None:
         fitted = extra_pattern.fit(others.q, others.k, batch=sizes.lead, heads=sizes.h)
         visibility = fitted if visibility is None else visibility & fitted
+    if lists is not None:
+        if blocks is not None:
+            raise TypeError("indices and block_indices are no options of a mechanism that has blocks of its own")
+        if extra_keys or algorithm == "whole" or options["keep_weights"]:
+            listed = lists.pattern().fit(others.q, others.k, batch=sizes.lead, heads=sizes.h)
+            visibility = listed if visibility is None else visibility & listed
+            terms += reader.repeats(lists)
+        else:
+            blocks = lists.blocks(heads.split, xp, device)
     scale = options["scale"]
     settings = AttentionSettings(
         sizes=others,
@@ -299,7 +292,7 @@ def read(
     )
     if extra_keys:
         settings = _with_extra_keys(settings, extra_keys, xp, whole=options["keep_weights"])
-    return Options(settings, heads, options["keep_weights"], reader.shapes, reader.head_axes)
+    return Options(settings, heads, options["keep_weights"], reader.shapes, lists, reader.head_axes)
 
 
 def _named(options: dict[str, Any]) -> dict[str, Any]:
@@ -390,6 +383,13 @@ class _Reader:
         flat = flatten_leading(full, 3, lead)
         self.shapes[name] = (*lead, *flat.shape[1:]) if math.prod(full.shape[:-3]) != 1 else tuple(full.shape)
         return self.heads.split(flat)
+
+    def repeats(self, lists: Lists) -> tuple[Any, ...]:
+        """The term of keys that count more than once."""
+        if not lists.multiset:
+            return ()
+        logs = self.xp.asarray(np.log(np.maximum(lists.counts(), 1)), dtype=self.dtype, device=self.device)
+        return (Repeats(self.heads.split(flatten_leading(logs, 3, self.sizes.lead))),)
 
     def sinks(self, sinks: Any) -> Any:
         """(g, r, n)."""

@@ -219,6 +219,11 @@ class Index:
         n, a, d = values.shape[-3:]
         index = to_namespace(self.index, xp, like=x)
         index = xp.reshape(index, (*index.shape[:-2], n * a))
+        if values.ndim == 6 and values.shape[2] != x.shape[2]:  # lists of several query heads, added into one key head
+            index = xp.broadcast_to(index, (*index.shape[:2], values.shape[2], n * a))
+            index = xp.reshape(index, (*index.shape[:2], 1, -1))
+            values = xp.reshape(values, (*values.shape[:2], 1, values.shape[2] * n, a, d))
+            n = values.shape[3]
         return x + backend.segment_add(xp.reshape(values, (*values.shape[:-3], n * a, d)), index, x.shape[-2])
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "Among",
     "Bias",
     "Relative",
+    "Repeats",
     "ScoreMod",
     "SoftCap",
     "Term",
@@ -107,6 +108,19 @@ class Bias(Term):
 
     def pull(self, d_logits: Any, kept: Any, view: Any, sums: dict[str, Any]) -> Any:
         sums[self.name] = add_pairs(sums[self.name], d_logits, view)
+        return d_logits
+
+
+class Repeats(Term):
+    """logits + ln of how often a pair counts, (b|1, g|1, r|1, q|1, k|1)."""
+
+    def __init__(self, logs: Any) -> None:
+        self.logs = logs
+
+    def apply(self, logits: Any, view: Any) -> tuple[Any, Any]:
+        return logits + take_pairs(view.part(self.logs), view.queries, view.keys), None
+
+    def pull(self, d_logits: Any, kept: Any, view: Any, sums: dict[str, Any]) -> Any:
         return d_logits
 
 

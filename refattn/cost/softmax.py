@@ -16,6 +16,7 @@ __all__ = [
     "TERM_STEPS",
     "attention",
     "distinct_groups",
+    "listed_pairs",
     "require_sizes",
     "rows_of_tiles",
     "softmax_counts",
@@ -103,18 +104,22 @@ def softmax_counts(
     if h % g if g else h:
         raise ValueError(f"h is {h} and g is {g}: expected as many query heads as key heads, or a multiple")
     own = {"extra_pattern": extra_pattern, "extra_keys": extra_keys}
-    settings = softmax_settings(b=b, h=h, g=g, q=q, k=k, d=d, e=e, **own, blocks=blocks, **shared)
+    sizes = Sizes(lead=(b,), h=h, g=g, q=q, k=k, d=d, e=e)
+    read = options.read(sizes, xp=np, dtype=np.float64, **own, blocks=blocks, **shared)
+    settings = read.settings
     pattern = settings.visibility
     if blocks is not None and extra_pattern is not None:
         pattern = extra_pattern if pattern is None else pattern & extra_pattern
         pattern = pattern.fit(q, k, batch=(b,), heads=h)
     inner = k - extra_keys
+    if visible is None and read.lists is not None:
+        visible = listed_pairs(read)
     if visible is None:
         visible = b * h * q * inner if pattern is None else pattern.pairs(q, inner, batch=b, heads=h)
     visible += h * extra_keys * (b * q if settings.query_lengths is None else int(np.sum(settings.query_lengths)))
     if computed is not None and (blocks is None or q * k > WALKED):
         pairs, largest = b * computed, SMALL
-    elif q * k <= WALKED or blocks is not None:
+    elif q * k <= WALKED or settings.blocks is not None:
         pairs, largest = _listed(settings)
     else:
         rows, keys, units = rows_of_tiles(settings, extra_keys)
@@ -146,6 +151,16 @@ def softmax_counts(
 
 
 # ------------------------------------------------------------------------------------------------ pairs of blocks
+
+
+def listed_pairs(read: options.Options) -> int:
+    """Pairs that a list names and nothing hides."""
+    lists, pattern = read.lists, read.settings.visibility
+    sizes = lists.sizes
+    if pattern is None:
+        return lists.pairs(sizes.lead)
+    seen = (pattern & lists.pattern()).fit(sizes.q, sizes.k, batch=sizes.lead, heads=sizes.h)
+    return int(seen.pairs(sizes.q, sizes.k, batch=sizes.b, heads=sizes.h))
 
 
 def distinct_groups(settings: AttentionSettings) -> Iterator[tuple[int, Any]]:

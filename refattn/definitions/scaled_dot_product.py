@@ -29,6 +29,7 @@ class ScaledDotProduct(Visibility):
         "key_lengths": None, "query_segments": None, "key_segments": None, "scale": None, "softcap": None,
         "softcap_after_bias": False, "alibi_slopes": None, "sinks": None, "lse_includes_sinks": True, "dropout_mask": None,
         "dropout_rate": 0.0, "score_mod": None, "keep_weights": False, "head_map": "repeat", "extra_keys": 0,
+        "indices": None, "block_indices": None, "block": None, "duplicates": "union",
     }  # fmt: skip
 
     def result_fields(self):
@@ -64,10 +65,10 @@ class ScaledDotProduct(Visibility):
         if self.score_mod is None:
             return self.scaled
         own, extra = np.split(self.scaled, [self.own_keys], axis=-1)
-        return self.beside(np.broadcast_to(self.score_mod(own, *self.indices), self.own_pairs), extra)
+        return self.beside(np.broadcast_to(self.score_mod(own, *self.numbers), self.own_pairs), extra)
 
     @step
-    def indices(self):
+    def numbers(self):
         """b, h, i and j of every pair."""
         b = np.arange(math.prod(self.lead)).reshape(*self.lead, 1, 1, 1)
         at = (b, np.arange(self.heads)[:, None, None], self.i, self.j)
@@ -114,7 +115,14 @@ class ScaledDotProduct(Visibility):
     def logits(self):
         """What meets visibility."""
         logits = self.capped if self.softcap_after_bias else self.capped + self.added
-        return np.broadcast_to(logits, self.pairs)
+        return np.broadcast_to(logits + self.repeats, self.pairs)
+
+    @step
+    def repeats(self):
+        """ln of how often a listed key counts."""
+        if self.listed_keys is None or self.duplicates == "union":
+            return 0.0
+        return self.beside(np.log(np.maximum(self.times_listed, 1)), 0.0)
 
     @step
     def shown_logits(self):
@@ -334,7 +342,7 @@ class ScaledDotProduct(Visibility):
         slope = getattr(self.score_mod, "derivative", None)
         if slope is None:
             slope = lambda x, *at: np.imag(self.score_mod(x + 1e-30j, *at)) / 1e-30  # noqa: E731
-        slopes = self.beside(slope(self.scaled[..., : self.own_keys], *self.indices), 1.0)
+        slopes = self.beside(slope(self.scaled[..., : self.own_keys], *self.numbers), 1.0)
         return np.where(self.touched, self.d_capped_input * slopes, 0.0)
 
     @step

@@ -16,7 +16,10 @@ from refattn.definitions.steps import Definition, contract, einsum, step
 __all__ = ["SoftmaxOfLogits", "TalkingHeads", "definition"]
 
 SHARED = tuple(
-    n for n in ScaledDotProduct.defaults if n not in ("scale", "sinks", "lse_includes_sinks", "head_map", "extra_keys")
+    n
+    for n in ScaledDotProduct.defaults
+    if n not in ("scale", "sinks", "lse_includes_sinks", "head_map", "extra_keys")
+    and n not in ("indices", "block_indices", "block", "duplicates")
 )
 PARTS = ("logits_projection", "query_logits", "key_logits", "weights_projection", "query_weights", "key_weights")
 

@@ -19,7 +19,9 @@ class TopK(ScaledDotProduct):
     """Softmax attention over the chosen keys."""
 
     results = {**ScaledDotProduct.results, "indices": "chosen"}
-    defaults = {**ScaledDotProduct.defaults, "count": None, "indices": None}
+    defaults = {**ScaledDotProduct.defaults, "count": None}
+
+    visible_by_list = True  # a list given is the choice
 
     @step
     def candidates(self):
@@ -40,17 +42,17 @@ class TopK(ScaledDotProduct):
     @step
     def chosen(self):
         """The keys of each row, -1 where it has fewer, (..., h, q, n)"""
-        given = self.argument("indices")  # the step of that name numbers the pairs
-        if given is not None:
-            return np.broadcast_to(np.asarray(given, dtype=np.int64), (*self.pairs[:-1], np.shape(given)[-1]))
+        if self.listed_keys is not None:
+            return np.broadcast_to(self.listed_keys, (*self.pairs[:-1], self.listed_keys.shape[-1]))
         first = self.ranked[..., : self.count]
         return np.where(np.take_along_axis(self.compared, first, axis=-1) == -np.inf, -1, first)
 
     @step
     def visible_by_choice(self):
         """Pairs that are chosen, (..., h, q, k)"""
-        places = np.zeros((*self.pairs[:-1], self.keys + 1), dtype=bool)  # the last place collects the -1
-        np.put_along_axis(places, np.where(self.chosen < 0, self.keys, self.chosen), True, axis=-1)
+        places = np.zeros((*self.pairs[:-1], self.keys + 1), dtype=bool)  # the last place collects what is no key
+        absent = (self.chosen < 0) | (self.chosen > self.keys)
+        np.put_along_axis(places, np.where(absent, self.keys, self.chosen), True, axis=-1)
         return places[..., : self.keys]
 
     @step

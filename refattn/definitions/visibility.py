@@ -165,12 +165,51 @@ class Visibility(Definition):
         return self.query_segments[..., None, :, None] == self.key_segments[..., None, None, :]
 
     @step
+    def list_of_head(self):
+        """Which of the lists (1, g or h of them) each query head reads, (h,)."""
+        given = self.indices if self.indices is not None else self.block_indices
+        lists = given.shape[-3]
+        if lists == 1:
+            return np.zeros(self.heads, dtype=int)
+        return np.arange(self.heads) if lists == self.heads else self.key_head
+
+    @step
+    def listed_keys(self):
+        """Keys in the list of each query, (..., h, q, n); what is outside 0 ... k - 1 stands for none.  None without lists."""
+        if self.indices is not None:
+            return np.asarray(self.indices, dtype=np.int64)[..., self.list_of_head, :, :]
+        if self.block_indices is None:
+            return None
+        blocks = np.asarray(self.block_indices, dtype=np.int64)[..., self.list_of_head, :, :]
+        keys = np.minimum(blocks, self.own_keys)[..., None] * self.block_size + np.arange(self.block_size)
+        return np.where(blocks[..., None] < 0, -1, keys).reshape(*blocks.shape[:-1], -1)
+
+    @step
+    def block_size(self):
+        return min(int(self.block), max(1, self.own_keys))
+
+    @step
+    def times_listed(self):
+        """How often each key stands in the list of a query, (..., h, q, k)"""
+        keys = self.own_keys
+        lists = np.broadcast_to(self.listed_keys, (*self.own_pairs[:-1], self.listed_keys.shape[-1]))
+        lists = np.where((lists < 0) | (lists > keys), keys, lists)  # a column behind the keys collects what is none
+        rows = lists.reshape(math.prod(lists.shape[:-1]), lists.shape[-1])
+        times = np.zeros((len(rows), keys + 1), dtype=int)
+        np.add.at(times, (np.arange(len(rows))[:, None], rows), 1)
+        return times[:, :keys].reshape(self.own_pairs)
+
+    @step
+    def visible_by_list(self):
+        return True if self.listed_keys is None else self.times_listed > 0
+
+    @step
     def visible(self):
         """Every option agrees, (..., h, q, k)."""
         seen = np.ones(self.own_pairs, dtype=bool)
         for part in (
             self.visible_by_query_lengths, self.visible_by_key_lengths, self.visible_by_mask, self.visible_by_pattern,
-            self.visible_by_causal, self.visible_by_window, self.visible_by_segments,
+            self.visible_by_causal, self.visible_by_window, self.visible_by_segments, self.visible_by_list,
         ):  # fmt: skip
             seen = seen & part
         return self.beside(seen, self.visible_by_query_lengths)

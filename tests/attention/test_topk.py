@@ -49,6 +49,46 @@ def test_indices_given_are_a_mask():
     assert_close(again.output, chosen.output, 4 * EPS)
 
 
+def test_equal_products_stay_equal_under_any_scale():
+    """A scale that is folded into the queries rounds equal products apart, and another key is chosen."""
+    rng = np.random.default_rng(0)
+    q, k = rng.integers(-3, 4, (1, 1, 40, 6)).astype(float), rng.integers(-3, 4, (1, 1, 50, 6)).astype(float)
+    v = rng.standard_normal((1, 1, 50, 2))
+    scale = 0.1
+    products = np.einsum("...qd,...kd->...qk", q, k)
+    folded = np.einsum("...qd,...kd->...qk", q * scale, k)
+    first = [np.argsort(-x, axis=-1, kind="stable")[..., :7] for x in (products, folded)]
+    assert (first[0] != first[1]).any()  # the input shows it
+    for algorithm in ("auto", "whole", "tiled"):
+        result = attention.forward(q, k, v, count=7, scale=scale, algorithm=algorithm)
+        assert np.array_equal(result.indices, first[0])
+        assert_close(result.output, attention.definition(q, k, v, count=7, scale=scale).output, 1e-14)
+
+
+def test_grouped_heads():
+    """Two query heads share a key head, side by side or in turn; lists for one head, for key heads, for query heads."""
+    drawn = rng(3).standard_normal
+    q, k, v = drawn((2, 4, Q, D)), drawn((2, 2, K, D)), drawn((2, 2, K, E))
+    for head_map, heads in (("repeat", [0, 0, 1, 1]), ("tile", [0, 1, 0, 1])):
+        got, pullback = attention.vjp(q, k, v, count=3, head_map=head_map)
+        want, want_pullback = attention.vjp(q, k[:, heads], v[:, heads], count=3)
+        assert np.array_equal(got.indices, want.indices)
+        assert_close(got.output, want.output, 40 * EPS)
+        cotangents = random_cotangents(attention, want, rng(1))
+        d, wanted = pullback(**cotangents), want_pullback(**cotangents)
+        assert_close(d["q"], wanted["q"], 100 * EPS)
+        for n in "kv":
+            summed = np.stack([wanted[n][:, np.array(heads) == g].sum(1) for g in (0, 1)], 1)
+            assert_close(d[n], summed, 100 * EPS)
+        for lists in (got.indices[:, :1], got.indices[:, :2], got.indices):
+            by_head = lists[:, heads] if lists.shape[1] == 2 else np.broadcast_to(lists, got.indices.shape)
+            mask = (by_head[..., None] == np.arange(K)).any(-2)
+            plain = scaled_dot_product_attention(q, k, v, head_map=head_map, mask=mask)
+            result = attention.forward(q, k, v, indices=lists, head_map=head_map)
+            assert_close(result.output, plain, 40 * EPS)
+            assert np.array_equal(result.indices, by_head)
+
+
 def test_ties_go_to_the_lower_index():
     q, k, v = np.ones((1, 2, 1)), np.array([[[1.0], [2.0], [2.0], [1.0], [2.0]]]), np.arange(5.0).reshape(1, 5, 1)
     assert attention.forward(q, k, v, count=2).indices.tolist() == [[[1, 2], [1, 2]]]
@@ -96,12 +136,11 @@ def test_a_nan_in_a_key_reaches_exactly_the_rows_that_see_it():
 @pytest.mark.parametrize("keys", [50, 700])
 def test_long_inputs_in_several_runs(keys, monkeypatch):
     """Both the search and the gathered softmax cut the queries."""
-    from refattn.attention import topk
-    from refattn.core import blocks, forward
+    from refattn.core import blocks, forward, listed
 
     for module in (blocks, forward):
         monkeypatch.setattr(module, "SMALL", 1 << 12)
-    monkeypatch.setattr(topk, "_GATHERED", 1 << 10)
+    monkeypatch.setattr(listed, "GATHERED", 1 << 10)
     arguments = attention.example(rng(9), b=2, h=2, q=90, k=keys, d=4, e=3, count=7, causal=True, align="lower_right")
     result, pullback = attention.vjp(**arguments)
     monkeypatch.undo()
@@ -134,7 +173,7 @@ def test_cost():
     assert causal.computed_multiplies == 49 * 4 + 21 * 10
     back = attention.cost(q=7, k=7, d=4, e=6, count=3, causal=True, direction="backward")
     assert back.multiplies == 18 * (3 * 4 + 2 * 6)
-    given = attention.cost(q=2, k=7, d=4, e=6, indices=np.array([[0, 1], [2, -1]]))
+    given = attention.cost(q=2, k=7, d=4, e=6, indices=np.array([[[0, 1], [2, -1]]]))
     assert given.multiplies == 3 * 10
     both = attention.cost(q=7, k=7, d=4, e=6, count=3, causal=True, direction="both")
     assert both.multiplies == causal.multiplies + back.multiplies
@@ -167,15 +206,13 @@ def test_stored_case_of_indexed_attention():
         )
         score = np.where(t <= t[:, None], np.einsum("bhts,bth->bts", score, arrays["in_wi"]), -np.inf)
         indices = np.argsort(-score, -1, kind="stable")[:, None, :, :5]
-        indices = np.broadcast_to(np.where(indices <= t[:, None], indices, -1), (*q.shape[:-1], 5))
-        k, v = (np.repeat(arrays[f"in_{n}"], 2, 1) for n in "kv")
-        result, pullback = attention.vjp(q=q, k=k, v=v, indices=indices)
-        assert_close(result.output, arrays["out"], 1e-10)
-        gradients = pullback(arrays["cot_out"])
-        assert_close(gradients["q"], arrays["grad_q"], 1e-9)
-        for n in "kv":
-            g = gradients[n].reshape(k.shape[0], -1, 2, *gradients[n].shape[2:]).sum(2)
-            assert_close(g, arrays[f"grad_{n}"], 1e-9)
+        indices = np.where(indices <= t[:, None], indices, -1)
+        for mechanism in (attention, scaled_dot_product_attention):
+            result, pullback = mechanism.vjp(q=q, k=arrays["in_k"], v=arrays["in_v"], indices=indices)
+            assert_close(result.output, arrays["out"], 1e-10)
+            gradients = pullback(arrays["cot_out"])
+            for n in "qkv":
+                assert_close(gradients[n], arrays[f"grad_{n}"], 1e-9)
 
 
 # ---------------------------------------------------------------------- bad input, mistakes
@@ -202,18 +239,13 @@ BAD = {
     "float": ({"count": 2.0}, TypeError, "count is 2.0: expected an integer"),
     "both": ({"indices": rows}, TypeError, "both of count and indices given"),
     "neither": ({"count": None}, TypeError, "neither of count and indices given"),
-    "duplicate": (
-        {"count": None, "indices": np.where(rows == 2, 1, rows)},
-        ValueError,
-        "indices names key 1 twice in row",
-    ),
-    "out_of_range": ({"count": None, "indices": rows + 4}, ValueError, "indices contains 6: expected keys 0 ... 5"),
+    "duplicates": ({"duplicates": "once"}, ValueError, "duplicates is 'once'"),
     "negative": ({"count": None, "indices": rows - 2}, ValueError, "indices contains -2"),
     "shape": ({"count": None, "indices": rows[:, :2]}, ValueError, r"indices has shape \(2, 2, 4, 3\)"),
-    "dtype": ({"count": None, "indices": rows * 1.0}, TypeError, "indices has dtype float64: expected an int array"),
+    "dtype": ({"count": None, "indices": rows * 1.0}, TypeError, "indices has dtype float64: expected ints"),
     "list": ({"count": None, "indices": [[0]]}, TypeError, "indices is a list"),
-    "grouped": ({"k": np.zeros((B, 1, K, D)), "v": np.zeros((B, 1, K, E))}, ValueError, "q has 3 and k has 1"),
-    "head_map": ({"head_map": "tile"}, TypeError, "no option 'head_map'"),
+    "heads": ({"k": np.zeros((B, 2, K, D)), "v": np.zeros((B, 2, K, E))}, ValueError, "3 is not a multiple of 2"),
+    "head_axis": ({"count": None, "indices": rows[0, 0]}, ValueError, r"indices has shape \(4, 3\)"),
     "rank": ({"q": np.zeros((2, 3))}, ValueError, r"q has shape \(2, 3\)"),
     "align": ({"causal": True}, ValueError, "align is missing"),
 }

@@ -131,6 +131,17 @@ def softmax(d, b, h, q, k, *, same=False, sinks=True):
     return o
 
 
+def listed(d, b, g, h, q, k):
+    """Keys or blocks of keys for every query: some absent, some twice, some beyond the last."""
+    width = d.one(0, 1, 2, 5)
+    shape = (*d.one((), (1,), (b,)), d.one(1, g, h), q, width)
+    o = {"duplicates": "multiset"} if d.chance(0.4) else {}
+    if d.chance(0.5):
+        return {"indices": d.rng.integers(-1, k + 2, shape), **o}
+    block = d.one(1, 2, 3, 20)
+    return {"block_indices": d.rng.integers(-1, -(-k // block) + 1, shape), "block": block, **o}
+
+
 def head_sizes(d):
     g = d.size(1, 2, 3, empty=0.01)
     return g, g * d.one(1, 1, 2, 3)
@@ -141,6 +152,7 @@ def scaled_dot_product(d):
     o = softmax(d, b, h, q, k)
     if d.chance(0.2):
         o["head_map"] = "tile"
+    o |= listed(d, b, g, h, q, k) if d.chance(0.2) else {}
     return {"b": b, "h": h, "g": g, "q": q, "k": k, "d": d.size(2, 3), "e": d.size(2, 3)}, o
 
 
@@ -151,6 +163,7 @@ def multi_head(d):
     o |= {"zero_attention": True} if d.chance(0.2) else {}
     o |= {"extra_key": True, "extra_value": True} if d.chance(0.25) else {}
     o |= {"head_map": "tile"} if d.chance(0.2) else {}
+    o |= listed(d, b, g, h, q, k) if d.chance(0.2) else {}
     shared = d.one(0, 0, 1, 2) if q == k else d.one(0, 1)
     o |= dict.fromkeys(("x_v", "x_k")[:shared])
     o |= dict.fromkeys([n for n in ("b_q", "b_k", "b_v", "b_o") if d.chance(0.4)])
@@ -209,15 +222,15 @@ def local(d):
 
 
 def topk(d):
-    b, h, q, k = d.size(1, 2), d.size(1, 2, empty=0.01), d.size(2, 3, 5, 9), d.size(2, 4, 7, 12, empty=0)
+    b, (g, h), q, k = d.size(1, 2), head_sizes(d), d.size(2, 3, 5, 9), d.size(2, 4, 7, 12, empty=0)
     o = softmax(d, b, h, q, k)
-    count = min(d.one(1, 2, 3, 30), k)
-    if d.chance(0.3):
-        rows = np.argsort(d.rng.random((b, h, q, k)), axis=-1)[..., : d.one(1, 2, 4)]
-        o["indices"] = np.where(d.rng.random(rows.shape) < 0.2, -1, rows)
+    o |= {"head_map": "tile"} if d.chance(0.2) else {}
+    given = listed(d, b, g, h, q, k) if d.chance(0.3) else {}
+    if "indices" in given:
+        o |= given
     else:
-        o["count"] = count
-    return {"b": b, "h": h, "q": q, "k": k, "d": d.size(2, 3), "e": d.size(2, 3)}, o
+        o["count"] = min(d.one(1, 2, 3, 30), k)
+    return {"b": b, "h": h, "g": g, "q": q, "k": k, "d": d.size(2, 3), "e": d.size(2, 3)}, o
 
 
 def adaptive_span(d):

@@ -125,6 +125,8 @@ def complaints(mechanism):
         what = kind(parameters[name], value)
         if isinstance(value, str) and what == "number":
             what = "choice"
+        if name == "align":  # a choice or a number
+            what = "other"
         for bad, must in wrong(what, value):
             arguments = {**call.arguments, name: bad}
             label = f"{name}={shown(bad)}"

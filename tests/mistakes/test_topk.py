@@ -24,7 +24,7 @@ EXAMPLES = (
     {"q": 9, "k": 9, "window": (2, 2), "score_mod": ramp},
     {"pattern": patterns.dilated(2), "key_lengths": [5, 7], "align": 0},
     {"n": 3, "count": 2, "k": 9},
-    {"k": 23, "q": 21, "indices": np.where(np.arange(21)[:, None] % 2, SOME, np.arange(20) % 7)},
+    {"k": 23, "q": 21, "indices": np.where(np.arange(21)[:, None] % 2, SOME, np.arange(20) % 7)[None]},
 )
 
 

@@ -7,7 +7,7 @@ from refattn import patterns
 from refattn.attention.multi_head import multi_head_attention as attention
 
 rng = np.random.default_rng
-BATCHED = {"x_q": 2, "x_k": 2, "x_v": 2, "mask": 3, "bias": 3, "dropout_mask": 3}
+BATCHED = {"x_q": 2, "x_k": 2, "x_v": 2, "mask": 3, "bias": 3, "dropout_mask": 3, "indices": 3, "block_indices": 3}
 B, H, G, Q, K, D, E, M = 2, 4, 2, 3, 4, 3, 2, 3
 
 
@@ -47,6 +47,9 @@ CASES = {
     "both_dropout_all": {**EXTRA, "dropout_mask": rng(5).random((B, H, Q, K + 2)) < 0.7, "dropout_rate": 0.3},
     "both_pattern": {**EXTRA, "pattern": patterns.dilated(2)},
     "both_tile": {**EXTRA, "head_map": "tile", "scale": 0.7, "query_segments": np.arange(Q), "key_segments": np.arange(K)},
+    "indices": {"indices": rng(7).integers(-1, K + 2, (B, 1, Q, 3))},
+    "both_indices": {**EXTRA, "indices": rng(7).integers(-1, K, (B, G, Q, 3)), "duplicates": "multiset"},
+    "both_block_indices": {**EXTRA, "block_indices": rng(7).integers(-1, 2, (H, Q, 2)), "block": 3, "softcap": 1.3},
     "together": {
         "mask": rng(1).random((B, 1, Q, K)) < 0.8, "bias": rng(2).standard_normal((B, H, Q, K)), "causal": True, "align": 1,
         "softcap": 1.7, "sinks": rng(4).standard_normal(H), "key_lengths": [4, 3], "scale": 0.6,

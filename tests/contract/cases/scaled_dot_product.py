@@ -7,7 +7,7 @@ from refattn import patterns
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention as attention
 
 rng = np.random.default_rng
-BATCHED = {"q": 3, "k": 3, "v": 3, "mask": 3, "bias": 3, "dropout_mask": 3}
+BATCHED = {"q": 3, "k": 3, "v": 3, "mask": 3, "bias": 3, "dropout_mask": 3, "indices": 3, "block_indices": 3}
 B, H, G, Q, K, D, E = 2, 4, 2, 3, 5, 3, 2
 
 
@@ -49,6 +49,28 @@ CASES = {
     "pattern_heads": {"pattern": patterns.dense(rng(6).random((H, Q, K)) < 0.6)},
     "score_mod": {"score_mod": bend},
     "score_mod_derivative": {"score_mod": bend_with_derivative},
+    "indices": {"indices": rng(7).integers(-1, K + 2, (B, 1, Q, 4))},
+    "indices_by_head": {"indices": rng(7).integers(-1, K, (H, Q, 3)), "alibi_slopes": rng(3).random(H), "align": 1},
+    "indices_by_key_head": {"indices": rng(7).integers(-1, K, (G, Q, 3)), "head_map": "tile", "softcap": 1.3},
+    "indices_counted": {
+        "indices": rng(7).integers(-1, K, (B, G, Q, 6)),
+        "duplicates": "multiset",
+        "softcap": 1.3,
+        "bias": np.where(hiding, -np.inf, rng(2).standard_normal((B, H, Q, K))),
+        "sinks": rng(4).standard_normal(H),
+    },
+    "indices_none": {"indices": np.full((1, Q, 2), -1)},
+    "block_indices": {"block_indices": rng(7).integers(-1, 4, (B, 1, Q, 2)), "block": 2},
+    "block_indices_causal": {
+        "block_indices": rng(7).integers(-1, 2, (H, Q, 3)),
+        "block": 3,
+        "causal": True,
+        "align": "lower_right",
+        "key_lengths": [5, 4],
+        "duplicates": "multiset",
+        "dropout_rate": 0.25,
+        "dropout_mask": rng(5).random((B, H, Q, K)) < 0.75,
+    },
     "tile": {"head_map": "tile", "bias": rng(2).standard_normal((H, Q, K)), "sinks": rng(4).standard_normal(H)},
 }
 TOGETHER = {

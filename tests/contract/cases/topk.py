@@ -46,6 +46,11 @@ CASES = {
     "indices_shared": {"indices": random_indices(rng(6), (1, Q), 3, K)},
     "indices_masked": {**TOGETHER, "indices": random_indices(rng(6), (B, H, Q), 4, K)},
     "indices_none": {"indices": np.full((B, H, Q, 2), -1)},
+    "grouped": {"h": 4, "g": 2, "count": 3, "causal": True, "align": "lower_right"},
+    "grouped_tile": {"h": 4, "g": 2, "count": 3, "head_map": "tile", "bias": rng(2).standard_normal((4, Q, K))},
+    "indices_twice": {"indices": np.array([[[0, 3, 3, 9, 0, -1]]])},
+    "indices_counted": {"indices": np.array([[[0, 3, 3, 9, 0, -1]]]), "duplicates": "multiset", "softcap": 1.3},
+    "indices_by_key_head": {"h": 6, "g": 2, "head_map": "tile", "indices": random_indices(rng(6), (B, 2, Q), 4, K)},
     "indices_no_places": {"indices": np.zeros((B, H, Q, 0), int)},
 }
 COUNTED = [
