@@ -41,7 +41,7 @@ from refattn.arrays import (
     require_integer,
     require_number,
 )
-from refattn.attention.blocks.adaptive_span import ROWS, Problem, tiles
+from refattn.attention.blocks.adaptive_span import ROWS, Problem, rows_of_tile, tiles
 from refattn.contraction import einsum
 from refattn.core import options
 from refattn.core.blocks import product
@@ -271,7 +271,7 @@ def cost(
     reaches = [min(limit, math.ceil(x) + math.ceil(ramp)) for x in spans]
     reach, before = max(reaches), k - q  # the largest in use, keys before the first query
     pairs = b * sum(_within(q, before, x) for x in reaches) * (h // max(1, len(reaches)))
-    rows = max(1, min(ROWS, reach))
+    rows = rows_of_tile(reach)
     columns = q * (reach + rows - 1) - (rows - q % rows) * (q % rows) * bool(q % rows)  # the last tile is narrower
     short = max(
         0, min(-(-q // rows), -(-(reach - before) // rows))

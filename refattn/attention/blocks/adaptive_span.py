@@ -21,10 +21,12 @@ from refattn.core import options
 from refattn.core.blocks import product
 from refattn.normalization import row_maximum
 
-__all__ = ["ROWS", "Problem", "tiles"]
+__all__ = ["ROWS", "Problem", "rows_of_tile", "tiles"]
 
 ROWS = 64
 """Most queries of a tile: a tile of a queries touches a + span keys."""
+FEWEST = 16
+"""Queries of a tile whose spans are shorter: a tile for each query would cost more than the keys that it saves."""
 DROPPED = 64
 """Slots that the released code drops at a time."""
 
@@ -262,6 +264,11 @@ class Shares(NamedTuple):
     lse: Any
 
 
+def rows_of_tile(reach: int) -> int:
+    """Queries of a tile where each reaches so many keys."""
+    return max(FEWEST, min(ROWS, reach))
+
+
 def tiles(p: Problem, b: int) -> list[Tile]:
-    rows = max(1, min(ROWS, p.reach))
+    rows = rows_of_tile(p.reach)
     return [Tile(p, b, i, min(i + rows, p.n_q)) for i in range(0, p.n_q, rows)]
