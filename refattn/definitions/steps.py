@@ -170,34 +170,37 @@ class Definition:
 
     def _follows_an_edit(self, name: str) -> bool:
         """Whether a step may have another value than in the right call."""
+        known = self._edited.get(name)
+        if known is None:
+            self._edited[name] = True  # while it is found out
+            known = self._edited[name] = self._may_differ(name)
+        return known
+
+    def _may_differ(self, name: str) -> bool:
         right = self.right
         assert right is not None
-        handed = [n for n in self.handed if n == name or n.startswith(f"{name}.")]
-        if any(right.handed.get(n) is not self.handed[n] for n in handed):
-            return True
-        if name in self.handed:
-            return False
+        if self.handed:
+            handed = [n for n in self.handed if n == name or n.startswith(f"{name}.")]
+            if any(right.handed.get(n) is not self.handed[n] for n in handed):
+                return True
+            if name in self.handed:
+                return False
         if name.startswith("cotangent of "):
             field = name.removeprefix("cotangent of ")
             given, theirs = ((x.cotangents or {}).get(field) for x in (self, right))
             return given is not theirs
-        mine, theirs = (getattr(type(x), name, None) for x in (self, right))
-        if mine is theirs and not isinstance(mine, step):  # an argument, the same in both calls
+        mine, theirs = getattr(type(self), name, None), getattr(type(right), name, None)
+        if mine is not theirs:
+            return not self._is_as_right(name, _equal)
+        if not isinstance(mine, step):  # an argument, the same in both calls
             return False
-        if name not in self._edited:
-            self._edited[name] = True
-            if mine is not theirs:
-                self._edited[name] = not self._is_as_right(name, _equal)
-            else:
-                try:
-                    getattr(right, name)
-                except NoCotangents:
-                    return True
-                if any(self._follows_an_edit(n) for n in right.reads.get(name, ())):
-                    self._edited[name] = not self._is_as_right(name, operator.is_)
-                else:
-                    self._edited[name] = False
-        return self._edited[name]
+        try:
+            getattr(right, name)
+        except NoCotangents:
+            return True
+        if any(self._follows_an_edit(n) for n in right.reads.get(name, ())):
+            return not self._is_as_right(name, operator.is_)
+        return False
 
     def _is_as_right(self, name: str, same: Callable[[Any, Any], bool]) -> bool:
         """Whether a step that is edited, or follows an edit, has the right value after all: the edit is of what is not used."""

@@ -78,7 +78,7 @@ class Workbench:
     def __init__(self, mechanism: Mechanism, conventions: Conventions, *, kept: int = _KEPT) -> None:
         self.mechanism, self.conventions, self._kept = mechanism, conventions, kept
         self._cases: OrderedDict[int, tuple[Truth, Case]] = OrderedDict()
-        self._predictions: OrderedDict[tuple[int, int, bool], _Prediction] = OrderedDict()
+        self._predictions: OrderedDict[tuple[int, int, Any], _Prediction] = OrderedDict()
         self._bytes = 0
         catalogue = mechanism.catalogue
         self.mistakes: list[Hypothesis] = []
@@ -115,15 +115,20 @@ class Workbench:
         if not hypothesis.mistakes:
             return {}
         (mistake,) = hypothesis.mistakes
-        case = self.case(call)
-        with np.errstate(all="ignore"):
+        wanted = any(n.startswith("d_") for n in call.judged)
+        key = (id(hypothesis), id(call.truth), (rows.tobytes(), wanted))
+        if key not in self._predictions:
             try:
-                results = case.results(mistake, hypothesis.side, rows=rows)
-                gradients = case.gradients(mistake, hypothesis.side, rows=rows)
-                made = self._named(call, results, gradients)
+                with np.errstate(all="ignore"):
+                    case = self.case(call)
+                    results = case.results(mistake, hypothesis.side, rows=rows)
+                    gradients = case.gradients(mistake, hypothesis.side, rows=rows) if wanted else None
+                    made = self._named(call, results, gradients)
             except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError):
-                return {}
-        return {n: x for n, x in made.items() if n in call.judged}
+                made = {}
+            self._keep(key, _Prediction(hypothesis, call.truth, made))
+        self._predictions.move_to_end(key)
+        return {n: x for n, x in self._predictions[key].arrays.items() if n in call.judged}
 
     def predict(self, hypothesis: Hypothesis, call: JudgedCall, *, gradients: bool = True) -> dict[str, np.ndarray]:
         """The judged arrays that would differ from the right ones; empty where the hypothesis says nothing here.
@@ -145,7 +150,7 @@ class Workbench:
             found |= {n: x for n, x in self._predictions[key].arrays.items() if n in call.judged}
         return found
 
-    def _keep(self, key: tuple[int, int, bool], prediction: "_Prediction") -> None:
+    def _keep(self, key: tuple[int, int, Any], prediction: "_Prediction") -> None:
         self._predictions[key] = prediction
         self._bytes += prediction.bytes
         while self._bytes > _BYTES and len(self._predictions) > 1:

@@ -8,15 +8,17 @@ and never printed.  What an explanation leaves over is explained by the next one
 import dataclasses
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
+
+import numpy as np
 
 from refattn.mistakes.engine import edited_steps, source_of_edit
 from refattn.verification.diagnosis.calls import JudgedCall
 from refattn.verification.diagnosis.hypotheses import TOO_LARGE, Hypothesis, Workbench, sides_worth_trying
 from refattn.verification.diagnosis.matching import Match, match, shows
 from refattn.verification.diagnosis.readings import Reading, read
-from refattn.verification.diagnosis.rows import rows_in_words, wrong_rows
+from refattn.verification.diagnosis.rows import Place, places_of, tails, wrong_rows
 from refattn.verification.diagnosis.scope import Condition, scope_of
 from refattn.verification.diagnosis.structure import Finding, findings
 
@@ -33,6 +35,9 @@ LARGE = 1 << 19
 
 _SEEN, _PAIRS = 60, 800
 """Mistakes that are combined, and how many pairs are tried."""
+
+PLACES = 8
+"""Places that are tried for one hypothesis in one call."""
 
 CANDIDATES, ALIKE = 12, 4
 """Hypotheses of one call that are followed up, and how many that fit alike are printed."""
@@ -106,8 +111,10 @@ def explain(
             call, more = minimal(call, live, until)
             failing += [c for c in more if c.failing]
             passing += [c for c in more if not c.failing and c.judged]
-        singles = sides_worth_trying(call, bench.mistakes)
+        singles = list(sides_worth_trying(call, bench.mistakes))
         best = _of_call(call, [*bench.conventions_, *singles], bench, failing, passing, until)
+        if not best:
+            best = _found_at_places(call, singles, bench, failing, passing, until)
         if not best:
             best = [_from_structure(f, call, failing, passing) for f in findings(call)[:2]]
         if not best:
@@ -158,11 +165,11 @@ def _of_call(
 ) -> list[Explanation]:
     """The hypotheses that explain most of a call, as far as other calls do not refute them."""
     fitting: list[tuple[Hypothesis, Match]] = []
-    for hypothesis in tried:
+    for n, hypothesis in enumerate(tried):
         fit = _fit(hypothesis, call, bench)
         if fit is not None and fit.explained:
             fitting.append((hypothesis, fit))
-        if time.process_time() > until:
+        if n % 16 == 0 and time.process_time() > until:
             break
     fitting.sort(key=lambda entry: _rank(*entry))
     if fitting and fitting[0][1].left:
@@ -196,14 +203,64 @@ def _fit(hypothesis: Hypothesis, call: JudgedCall, bench: Workbench) -> Match | 
     return match(call, bench.predict(hypothesis, call))
 
 
-def _placed(hypothesis: Hypothesis, fit: Match, call: JudgedCall, bench: Workbench) -> tuple[Match, str]:
-    """The hypothesis made in the rows that are wrong alone, where that explains more; and which rows these are."""
+def _placed(hypothesis: Hypothesis, fit: Match, call: JudgedCall, bench: Workbench) -> Iterator[tuple[Match, Place]]:
+    """The hypothesis made at one place alone, for every place where that explains more."""
     rows = wrong_rows(call)
     if rows is None or rows.all() or not hypothesis.mistakes:
-        return fit, ""
-    there = match(call, bench.in_rows(hypothesis, call, rows))
-    better = len(there.left) < len(fit.left) or (len(there.left) == len(fit.left) and not there.elsewhere)
-    return (there, rows_in_words(rows)) if better and there.explained else (fit, "")
+        return
+    for place in itertools.islice(places_of(rows), PLACES):
+        there = _at(hypothesis, place, call, bench)
+        better = there is not None and (len(there.left), bool(there.elsewhere)) < (len(fit.left), bool(fit.elsewhere))
+        if there is not None and better and there.explained:
+            yield there, place
+
+
+def _at(hypothesis: Hypothesis, place: Place, call: JudgedCall, bench: Workbench) -> Match | None:
+    """How the hypothesis fits where it is made at this place; None where the call has no such place."""
+    rows = _rows(place, call)
+    return None if rows is None else match(call, bench.in_rows(hypothesis, call, rows))
+
+
+def _rows(place: Place, call: JudgedCall) -> np.ndarray | None:
+    output = call.truth.values.get("output")
+    return None if output is None else place.of(output.shape[:-1])
+
+
+def _found_at_places(
+    call: JudgedCall,
+    tried: Sequence[Hypothesis],
+    bench: Workbench,
+    failing: Sequence[JudgedCall],
+    passing: Sequence[JudgedCall],
+    until: float,
+) -> list[Explanation]:
+    fitting = _at_places(call, tried, bench, until)
+    made = [_over_all(h, fit, place, call, bench, failing, passing) for h, fit, place in fitting]
+    return sorted((e for e in made if e is not None), key=lambda e: (-len(e.calls), len(e.scope)))[:ALIKE]
+
+
+def _at_places(
+    call: JudgedCall, tried: Sequence[Hypothesis], bench: Workbench, until: float
+) -> list[tuple[Hypothesis, Match, Place]]:
+    """What explains gradients that are wrong because a mistake of the backward is made in the last rows alone.
+
+    These are summed over rows: none of them tells which.
+    """
+    output = call.truth.values.get("output")
+    if output is None or output.ndim < 3 or any(not n.startswith("d_") for n in call.failing):
+        return []
+    found: list[tuple[Hypothesis, Match, Place]] = []
+    for hypothesis in tried:
+        if time.process_time() > until or not hypothesis.mistakes:
+            break
+        if hypothesis.side != "backward" or not set(call.failing) <= set(bench.predict(hypothesis, call)):
+            continue
+        for place in itertools.islice(tails(output.shape[-2]), 2):
+            fit = _at(hypothesis, place, call, bench)
+            if fit is not None and fit.whole and fit.explained:
+                found.append((hypothesis, fit, place))
+                break
+    return found[:CANDIDATES]
 
 
 def _rank(hypothesis: Hypothesis, fit: Match) -> tuple[Any, ...]:
@@ -274,23 +331,45 @@ def _everywhere(
     passing: Sequence[JudgedCall],
 ) -> Explanation | None:
     """The hypothesis over all calls: where it holds; None where calls inside every possible scope refute it."""
-    place = ""
     if fit.left or fit.elsewhere:
-        fit, place = _placed(hypothesis, fit, call, bench)
+        for there, place in _placed(hypothesis, fit, call, bench):
+            made = _over_all(hypothesis, there, place, call, bench, failing, passing)
+            if made is not None:
+                return made
+    return _over_all(hypothesis, fit, None, call, bench, failing, passing)
+
+
+def _over_all(
+    hypothesis: Hypothesis,
+    fit: Match,
+    place: Place | None,
+    call: JudgedCall,
+    bench: Workbench,
+    failing: Sequence[JudgedCall],
+    passing: Sequence[JudgedCall],
+) -> Explanation | None:
+    """The hypothesis, made at a place where there is one, over all calls."""
+    elsewhere = None if place is None or place.exact is not None else place
     positive, limited = [call], set(fit.elsewhere)
     residual, outputs, left = fit.residual, set(fit.explained), set(fit.left)
     negative: list[JudgedCall] = []
     for other in _closest(call, failing, FAILING):
         if other is call:
             continue
-        there = _fit(hypothesis, other, bench)
+        there = None if elsewhere is None else _at(hypothesis, elsewhere, other, bench)
+        there = _fit(hypothesis, other, bench) if there is None else there
         if there is not None and there.explained:
             positive.append(other)
             limited |= set(there.elsewhere)
             residual = max(residual, there.residual)
             outputs |= set(there.explained)
     for other in _closest(call, passing, CLOSEST):
-        if shows(other, bench.predict(hypothesis, other)):
+        if elsewhere is None:
+            seen = shows(other, bench.predict(hypothesis, other))
+        else:
+            rows = _rows(elsewhere, other)
+            seen = rows is not None and shows(other, bench.in_rows(hypothesis, other, rows))
+        if seen:
             negative.append(other)
     scope = scope_of(positive, negative)
     if scope is None:
@@ -299,8 +378,8 @@ def _everywhere(
     if scope is None:
         return None
     return Explanation(
-        hypothesis.name, hypothesis.says, hypothesis.side, tuple(outputs), tuple(left), residual, scope, place, tuple(limited),
-        tuple(positive), confirmed=len(positive) > 1, hypothesis=hypothesis,
+        hypothesis.name, hypothesis.says, hypothesis.side, tuple(outputs), tuple(left), residual, scope,
+        "" if place is None else place.says, tuple(limited), tuple(positive), confirmed=len(positive) > 1, hypothesis=hypothesis,
     )  # fmt: skip
 
 
