@@ -212,9 +212,12 @@ def _check(
     n_q, n_k = sizes["q"], sizes["k"]
     places = None
     if key_places is not None:
-        if not (is_array(key_places) or isinstance(key_places, (list, tuple))):
-            raise TypeError(f"key_places is a {type(key_places).__name__}: expected {n_k} integers from 0, one per key")
-        places = to_numpy(key_places) if is_array(key_places) else np.asarray(key_places)
+        if not is_array(key_places):
+            if not isinstance(key_places, (list, tuple)):
+                kind = type(key_places).__name__
+                raise TypeError(f"key_places is a {kind}: expected {n_k} integers from 0, one per key")
+            key_places = np.asarray([require_integer("each of key_places", n) for n in key_places], dtype=np.int64)
+        places = to_numpy(key_places)
         if not is_integer(places.dtype) or places.shape != (n_k,) or (n_k and places[0] < 0):
             raise ValueError(
                 f"key_places is {places.dtype} {places.shape}: expected {n_k} integers from 0, one per key"

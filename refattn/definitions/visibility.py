@@ -182,7 +182,7 @@ class Visibility(Definition):
             return None
         blocks = np.asarray(self.block_indices, dtype=np.int64)[..., self.list_of_head, :, :]
         keys = np.minimum(blocks, self.own_keys)[..., None] * self.block_size + np.arange(self.block_size)
-        return np.where(blocks[..., None] < 0, -1, keys).reshape(*blocks.shape[:-1], -1)
+        return np.where(blocks[..., None] < 0, -1, keys).reshape(*blocks.shape[:-1], blocks.shape[-1] * self.block_size)
 
     @step
     def block_size(self):

@@ -89,3 +89,25 @@ def test_what_a_dtype_cannot_have_is_not_offered():
     assert '{"scores": "storage"}' in offered["float16"]
     assert '{"scores": "storage"}' not in offered["float32"]
     assert not any("compute" in record for record in offered["bfloat16"])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_row_sum_kept_in_the_storage_dtype_is_named(dtype):
+    """Key after key: a narrow sum stops growing, which no random error does."""
+
+    def narrow(arrays, options, cotangents):
+        q, k, v = (arrays[n].astype(np.float32) for n in ("q", "k", "v"))
+        k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+        s = (options.get("scale") or q.shape[-1] ** -0.5) * (q @ k.swapaxes(-1, -2))
+        p = np.exp(s - (top := s.max(-1, keepdims=True)))
+        total = np.zeros(top.shape, arrays["q"].dtype)
+        for column in range(p.shape[-1]):
+            total += p[..., column : column + 1].astype(total.dtype)
+        total = total.astype(np.float32)
+        return {"output": (p @ v / total).astype(arrays["q"].dtype), "lse": (top + np.log(total))[..., 0]}
+
+    plain = [c for c in calls_of(narrow, dtype) if c.probe == "plain"]
+    assert plain[0].failing
+    (found,) = explained_by_allowance(plain)
+    assert found.allowance.name == "low_prec_accum"
+    assert found.allowance.record.startswith('{"allow": {"sum": ')

@@ -70,12 +70,12 @@ class Rounding:
         scores : {"storage"}, optional
             Logits and weights are rounded to ``dtype`` between the steps.
         allow : mapping, optional
-            Relative errors of "exp" and "tanh".
+            Relative errors of "exp" and "tanh"; as "sum" the unit roundoff of accumulators.
         """
         name = dtype_name(dtype)
         half, own = is_half(name), unit_roundoff(name)
         coarse = unit_roundoff(compute) if compute is not None else 0.0
-        accumulate = unit_roundoff("float32") if half or coarse > own else own
+        accumulate = max(unit_roundoff("float32") if half or coarse > own else own, (allow or {}).get("sum", 0.0))
         operands = max(own if half else 0.0, coarse)
         return cls(
             accumulate=accumulate,

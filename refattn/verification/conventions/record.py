@@ -40,7 +40,8 @@ class Conventions:
         What operands of products are rounded to: "float32" (the whole arithmetic is never finer than that, whatever the
         dtype of the inputs), "tf32", "bfloat16", "float16".
     allow
-        Relative errors of approximated functions: ``{"tanh": 5e-4, "exp": 1e-5}``, kept as a tuple of pairs.
+        Relative errors of approximated functions, and of accumulators as ``sum``: ``{"tanh": 5e-4, "exp": 1e-5}``, kept as a
+        tuple of pairs.
     scores
         "storage": logits and weights are rounded to the dtype of the inputs between the steps.
     preset
@@ -98,8 +99,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "scores": ("storage",),
 }
 
-APPROXIMATED = ("tanh", "exp")
-"""Functions whose relative error may be allowed."""
+APPROXIMATED = ("tanh", "exp", "sum")
+"""What may have a relative error of its own: two functions, and every partial sum."""
 
 DEFAULTS: dict[str, Any] = {
     name: choices[0] for name, choices in CHOICES.items() if len(choices) > 1 and name != "compute"
