@@ -34,6 +34,21 @@ BASICS = {
         for activation in ("relu", "gelu")
         for chunk in (None, 1, 3, 9)
     },
+    **{
+        f"rms_norm_{activation}_{groups}_{gate_first}": (
+            layers.rms_norm,
+            {
+                "x": normal(2, 3, 6), "weight": normal(6), "gate": normal(2, 3, 6, seed=1), "gate_first": gate_first,
+                "activation": activation, "groups": groups, "offset": 1.0, "eps": 0.01,
+            },
+        )
+        for activation in ("silu", "sigmoid")
+        for groups in (1, 3)
+        for gate_first in (False, True)
+    },
+    "rms_norm_plain": (layers.rms_norm, {"x": normal(6)}),
+    "output_gate": (layers.output_gate, {"x": normal(2, 2, 3, 4), "gate": normal(2, 3, 1)}),
+    "output_gate_silu": (layers.output_gate, {"x": normal(3, 4), "gate": normal(3, 4, seed=1), "activation": "silu"}),
     "feed_forward_no_biases": (
         layers.feed_forward,
         {"x": normal(7, M), "w_1": normal(M, F), "b_1": None, "w_2": normal(F, 3), "b_2": None},
@@ -49,6 +64,18 @@ def plain(name, a):
         x = a["x"]
         gap = x - x.mean(-1, keepdims=True)
         return gap / np.sqrt(x.var(-1, keepdims=True) + a.get("eps", 1e-5)) * a.get("weight", 1) + a.get("bias", 0)
+    if "w_1" not in a:
+        gate = a.get("gate", np.array(np.inf))
+        act = 1 / (1 + np.exp(-gate)) if name.startswith("output_gate") or "gate" in a else 1.0
+        if a.get("activation") == "silu":
+            act = gate * act
+        if name.startswith("output_gate"):
+            return a["x"] * act
+        y = a["x"] * act if a.get("gate_first") else a["x"]
+        parts = y.reshape(*y.shape[:-1], a.get("groups", 1), -1)
+        rms = np.sqrt((parts**2).mean(-1, keepdims=True) + a.get("eps", 1e-6))
+        weighted = (parts / rms).reshape(y.shape) * (a.get("weight", 1) + a.get("offset", 0))
+        return weighted if a.get("gate_first") else weighted * act
     hidden = a["x"] @ a["w_1"] + (0 if a["b_1"] is None else a["b_1"])
     if a.get("activation", "relu") == "relu":
         hidden = np.maximum(hidden, 0)

@@ -22,6 +22,8 @@ __all__ = [
     "LSHLayer",
     "LayerNorm",
     "Linear",
+    "OutputGate",
+    "RMSNorm",
     "SpanPenalty",
     "TransformerXLLayer",
 ]
@@ -98,6 +100,104 @@ class LayerNorm(Definition):
 def mean(x):
     """Over the last axis; 0 of nothing."""
     return x.sum(-1, keepdims=True) / max(1, x.shape[-1])
+
+
+def opened(gate, activation):
+    """act(gate): the logistic function, or the gate times it."""
+    with np.errstate(over="ignore"):
+        logistic = 1 / (1 + np.exp(-gate))
+    return logistic if activation == "sigmoid" else gate * logistic
+
+
+def opened_slope(gate, activation):
+    """The derivative of act; (1 - sigma)(gate) = sigma(-gate)."""
+    below, above = opened(gate, "sigmoid"), opened(-gate, "sigmoid")
+    return below * above if activation == "sigmoid" else below + gate * below * above
+
+
+class RMSNorm(Definition):
+    """(weight + offset) rms(x) act(gate), or with the gate before the norm."""
+
+    gradients = ("x", "weight", "gate")
+    defaults = {
+        "weight": None, "offset": 0.0, "gate": None, "gate_first": False, "activation": "silu", "groups": 1, "eps": 1e-6,
+    }  # fmt: skip
+
+    @step
+    def act(self):
+        """act(gate); 1 without one."""
+        return np.ones(np.shape(self.x)) if self.gate is None else opened(self.gate, self.activation)
+
+    @step
+    def entering(self):
+        """What is normalised."""
+        return self.x * self.act if self.gate_first else self.x
+
+    def within_groups(self, x):
+        """The mean over the channels of a group, at each of them."""
+        size = x.shape[-1] // self.groups
+        means = [mean(x[..., i * size : (i + 1) * size]) + np.zeros(size) for i in range(self.groups)]
+        return np.concatenate(means, axis=-1) if size else x
+
+    @step
+    def size(self):
+        """sqrt(mean(x^2) + eps)"""
+        return np.sqrt(self.within_groups(self.entering**2) + self.eps)
+
+    @step
+    def normal(self):
+        return self.entering / self.size
+
+    @step
+    def factor(self):
+        """weight + offset"""
+        return 1.0 if self.weight is None else self.weight + self.offset
+
+    @step
+    def output(self):
+        return self.normal * self.factor * (1.0 if self.gate_first else self.act)
+
+    @step
+    def d_weighted(self):
+        return self.cotangent("output") * (1.0 if self.gate_first else self.act)
+
+    @step
+    def d_weight(self):
+        return einsum("...m,...m->m", self.normal, self.d_weighted)
+
+    @step
+    def d_entering(self):
+        """(d - normal mean(d normal)) / size"""
+        d = self.d_weighted * self.factor
+        return (d - self.normal * self.within_groups(d * self.normal)) / self.size
+
+    @step
+    def d_x(self):
+        return self.d_entering * (self.act if self.gate_first else 1.0)
+
+    @step
+    def d_gate(self):
+        d_act = self.d_entering * self.x if self.gate_first else self.cotangent("output") * self.normal * self.factor
+        return d_act * opened_slope(self.gate, self.activation)
+
+
+class OutputGate(Definition):
+    """x act(gate)"""
+
+    gradients = ("x", "gate")
+    defaults = {"activation": "sigmoid"}
+
+    @step
+    def output(self):
+        return self.x * opened(self.gate, self.activation)
+
+    @step
+    def d_x(self):
+        return self.cotangent("output") * opened(self.gate, self.activation)
+
+    @step
+    def d_gate(self):
+        return self.cotangent("output") * self.x * opened_slope(self.gate, self.activation)
 
 
 class FeedForward(Definition):
@@ -439,6 +539,15 @@ def linear_example(rng, *, b=2, t=3, i=4, o=5):
 def layer_norm_example(rng, *, b=2, t=3, m=6):
     normal = rng.standard_normal
     return {"x": normal((b, t, m)), "weight": normal(m), "bias": normal(m)}
+
+
+def rms_norm_example(rng, *, b=2, t=3, m=6, **options):
+    normal = rng.standard_normal
+    return {"x": normal((b, t, m)), "weight": normal(m), "gate": normal((b, t, m)), **options}
+
+
+def output_gate_example(rng, *, b=2, h=2, t=3, e=4, **options):
+    return {"x": rng.standard_normal((b, h, t, e)), "gate": rng.standard_normal((b, h, t, 1)), **options}
 
 
 def feed_forward_example(rng, *, b=2, t=3, m=4, f=6, activation="gelu"):

@@ -1,6 +1,7 @@
 """What surrounds attention in the papers, each with its gradient."""
 
 from refattn.layers.basics import feed_forward, layer_norm, linear, residual
+from refattn.layers.gates import output_gate, rms_norm
 from refattn.layers.recurrent import compressive_layer, transformer_xl_layer
 from refattn.layers.reformer import lsh_layer
 from refattn.layers.reversible import bind, chain, reversible_residual, reversible_stack
@@ -13,8 +14,10 @@ __all__ = [
     "layer_norm",
     "linear",
     "lsh_layer",
+    "output_gate",
     "residual",
     "reversible_residual",
     "reversible_stack",
+    "rms_norm",
     "transformer_xl_layer",
 ]
