@@ -30,7 +30,16 @@ from refattn.arrays import (
 from refattn.mechanism import function
 from refattn.records import Result
 
-__all__ = ["alibi_slopes", "rel_shift", "relative_distances", "rotary", "sinusoid", "t5_bucket"]
+__all__ = [
+    "alibi_slopes",
+    "lightning_decay",
+    "rel_shift",
+    "relative_distances",
+    "retention_decay",
+    "rotary",
+    "sinusoid",
+    "t5_bucket",
+]
 
 
 MOST_BUCKETS = 4096
@@ -92,6 +101,30 @@ def alibi_slopes(h: int) -> np.ndarray:
     slopes = [2.0 ** (-8 * n / p) for n in range(1, p + 1)]
     slopes += [2.0 ** (-4 * n / p) for n in range(1, 2 * (h - p), 2)]
     return np.array(slopes)
+
+
+def retention_decay(h: int) -> np.ndarray:
+    """Log decays of RetNet's heads, ln(1 - 2^(-5 - i)), for ``head_decay``.
+
+    >>> np.exp(retention_decay(2))
+    array([0.96875 , 0.984375])
+    """
+    h = require_integer("h", h, minimum=1)
+    return np.log1p(-(2.0 ** (-5.0 - np.arange(h))))
+
+
+def lightning_decay(h: int, layer: int, layers: int) -> np.ndarray:
+    """Log decays of lightning attention's heads in one of the layers, counted from 0, for ``head_decay``.
+
+    Minus 2^(-8 (i + 1) / h) (1 - layer / (layers - 1 + 1e-5) + 1e-5), as MiniMax in the transformers package has them.
+
+    >>> lightning_decay(2, 0, 2).round(4)
+    array([-0.0625, -0.0039])
+    """
+    h = require_integer("h", h, minimum=1)
+    layers = require_integer("layers", layers, minimum=1)
+    layer = require_integer("layer", layer, minimum=0, maximum=layers - 1)
+    return -(2.0 ** (-8.0 * (np.arange(h) + 1) / h)) * (1 - layer / (layers - 1 + 1e-5) + 1e-5)
 
 
 def t5_bucket(distance: Any, *, buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> np.ndarray:

@@ -138,7 +138,8 @@ def assert_mistakes_show(mechanism, catalogue, examples, rng):
             for side, what in sorted(left):
                 if getattr(case, what)(m, side) is not None:
                     left.discard((side, what))
-    assert {m: left for m, left in wanted.items() if left} == {}
+    left = {m: x for m, x in wanted.items() if x}
+    assert left == {}, left
 
 
 def assert_mistakes_differentiate(mechanism, catalogue, examples, rng, without=()):

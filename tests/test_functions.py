@@ -26,6 +26,10 @@ def close(a, b, terms=1e4):
 
 
 CASES = [(name, {}) for name in ra.functions] + [
+    ("gates.log_decay", {"form": "bounded"}),
+    ("gates.log_decay", {"form": "logsigmoid", "temperature": 16.0}),
+    ("gates.log_decay", {"form": "exp"}),
+    ("layers.causal_convolution", {"activation": "silu"}),
     ("layers.feed_forward", {"activation": "relu"}),
     ("layers.compressive_layer", {"norm": "pre", "through_memory": True}),
     ("layers.compressive_layer", {"norm": "post", "through_memory": True, "clamp_length": 2}),
@@ -135,6 +139,8 @@ PLAIN = {
     "sinusoid": (ra.positions.sinusoid, {"positions": [1, 2], "m": 4}),
     "relative_distances": (ra.positions.relative_distances, {"q": 2, "k": 3, "causal": True}),
     "alibi_slopes": (ra.positions.alibi_slopes, {"h": 3}),
+    "retention_decay": (ra.positions.retention_decay, {"h": 3}),
+    "lightning_decay": (ra.positions.lightning_decay, {"h": 3, "layer": 0, "layers": 2}),
     "t5_bucket": (
         ra.positions.t5_bucket,
         {"distance": [1, 2], "buckets": 32, "max_distance": 128, "bidirectional": True},

@@ -26,7 +26,7 @@ FLOORS = [
     ["mechanism"],
     ["contraction"],
     ["normalization"],
-    ["positions"],
+    ["positions", "gates"],
     ["patterns"],
     ["definitions"],
     ["core"],

@@ -3,8 +3,10 @@
 from refattn.attention.adaptive_span import adaptive_span_attention, span_penalty
 from refattn.attention.bigbird import bigbird_attention
 from refattn.attention.compressive import compressive_attention
+from refattn.attention.delta_rule import delta_rule_attention
 from refattn.attention.efficient import efficient_attention
 from refattn.attention.etc import etc_attention
+from refattn.attention.gated_linear import gated_linear_attention
 from refattn.attention.linear import linear_attention
 from refattn.attention.linformer import linformer_attention
 from refattn.attention.local import local_attention
@@ -14,9 +16,11 @@ from refattn.attention.multi_head import multi_head_attention
 from refattn.attention.nystrom import nystrom_attention
 from refattn.attention.performer import orthogonal_features, performer_attention
 from refattn.attention.routing import routing_attention
+from refattn.attention.rwkv7 import rwkv7_attention
 from refattn.attention.scaled_dot_product import scaled_dot_product_attention
 from refattn.attention.sinkhorn import sinkhorn, sinkhorn_attention
 from refattn.attention.sparse_transformer import sparse_transformer_attention
+from refattn.attention.ssd import ssd_attention
 from refattn.attention.synthesizer import synthesizer_attention
 from refattn.attention.talking_heads import talking_heads_attention
 from refattn.attention.topk import topk_attention
@@ -26,8 +30,10 @@ __all__ = [
     "adaptive_span_attention",
     "bigbird_attention",
     "compressive_attention",
+    "delta_rule_attention",
     "efficient_attention",
     "etc_attention",
+    "gated_linear_attention",
     "linear_attention",
     "linformer_attention",
     "local_attention",
@@ -38,11 +44,13 @@ __all__ = [
     "orthogonal_features",
     "performer_attention",
     "routing_attention",
+    "rwkv7_attention",
     "scaled_dot_product_attention",
     "sinkhorn",
     "sinkhorn_attention",
     "span_penalty",
     "sparse_transformer_attention",
+    "ssd_attention",
     "synthesizer_attention",
     "talking_heads_attention",
     "topk_attention",

@@ -1,10 +1,12 @@
 """Which definition and which example belong to the functions around attention, by their name in ``refattn.functions``."""
 
-from refattn.definitions import centroids, layers, memory, normalization, positions
+from refattn.definitions import centroids, convolution, gates, layers, memory, normalization, positions
 
 __all__ = ["definitions", "examples"]
 
 definitions = {
+    "gates.log_decay": gates.LogDecay,
+    "layers.causal_convolution": convolution.CausalConvolution,
     "layers.compressive_layer": layers.CompressiveLayer,
     "layers.feed_forward": layers.FeedForward,
     "layers.layer_norm": layers.LayerNorm,
@@ -28,6 +30,8 @@ definitions = {
 }
 
 examples = {
+    "gates.log_decay": gates.log_decay_example,
+    "layers.causal_convolution": convolution.causal_convolution_example,
     "layers.compressive_layer": layers.compressive_layer_example,
     "layers.feed_forward": layers.feed_forward_example,
     "layers.layer_norm": layers.layer_norm_example,
