@@ -7,7 +7,6 @@ Axes: ``...`` any leading batch axes, ``g`` state head, ``n`` output head, ``t``
 Source: Peng et al. 2025, arXiv:2503.14456, section 4.1.
 """
 
-
 from refattn.definitions.recurrence import Recurrence
 from refattn.definitions.steps import einsum, step
 
