@@ -426,7 +426,7 @@ class PerBatch(Pattern):
 def host_array(name: str, x: Any) -> Any:
     """An array as it is, lists and numbers as a NumPy array."""
     try:
-        return x if is_array(x) else np.asarray(x)
+        return x if is_array(x) else np.asarray(x) if np.size(x) else np.zeros(np.shape(x), dtype=np.int64)
     except (TypeError, ValueError):
         raise TypeError(f"{name} is {x!r}: expected an array") from None
 

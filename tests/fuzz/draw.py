@@ -238,7 +238,9 @@ def adaptive_span(d):
     span = d.one(1, 3, 5, 9)
     k = q + d.one(span, 0, 2, 12)
     spans = (span * d.rng.random(d.one((h,), (h, q), (b, h, q)))).astype(np.float16).astype(np.float64)
-    spans = np.where(2 * spans % 1 == 0, spans + span / 64, spans)  # in any dtype no mask stands at a corner of its ramp
+    spans = np.where(
+        2 * spans % 1 == 0, spans + span / 64, spans
+    )  # in any dtype no mask stands at a corner of its ramp
     o = {"max_span": span, "ramp": d.one(1.5, 2.5, 32.0), "span": spans}
     o |= {"mask": d.bools(*d.some((b, h, q, k)))} if d.chance(0.3) else {}
     o |= {"scale": d.one(0.5, 1.0)} if d.chance(0.3) else {}

@@ -115,12 +115,24 @@ def options_of(mechanism):
     return found
 
 
+LEGAL = {
+    "adaptive_span": "ramp",  # need not be whole, as its default is
+    "compressive": "same_length",  # a number is one of its values, as is True
+    "sparse_transformer": "align",  # an int is one of its values
+    "transformer_xl": "same_length",
+}
+"""Options for which a value of another kind than that of the draw is legal too."""
+
+
 def complaints(mechanism):
     """What is wrong with the errors of this mechanism: one line each."""
+    legal = LEGAL.get(mechanism.removesuffix("_attention"))
     attention = ra.mechanisms[mechanism]
     parameters = {n: p for n, p in attention.__signature__.parameters.items() if p.kind is not p.VAR_KEYWORD}
     lines = []
     for name, call in options_of(mechanism).items():
+        if name == legal:
+            continue
         value = call.arguments[name]
         what = kind(parameters[name], value)
         if isinstance(value, str) and what == "number":

@@ -103,7 +103,7 @@ def _offsets(summary_offsets: Any, h: int) -> list[int]:
     if summary_offsets is None:
         return [0] * h
     found = np.asarray(to_numpy(summary_offsets) if is_array(summary_offsets) else summary_offsets)
-    if found.dtype.kind not in "iu":
+    if found.dtype.kind not in "iu" and (found.size or is_array(summary_offsets)):
         raise TypeError(f"summary_offsets is {summary_offsets!r}: expected ints, one per head")
     if found.ndim and found.shape != (h,):
         raise ValueError(f"summary_offsets has shape {found.shape}: expected ({h},), one per head")
@@ -112,6 +112,8 @@ def _offsets(summary_offsets: Any, h: int) -> list[int]:
 
 def pattern_of(parts: list[Part]) -> patterns.Pattern:
     kinds = list(dict.fromkeys(parts))
+    if not kinds:  # no head asks
+        return patterns.prefix(0)
     if len(kinds) == 1:
         return kinds[0].pattern()
     return patterns.by_head([kind.pattern() for kind in kinds], [kinds.index(p) for p in parts])
