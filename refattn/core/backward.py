@@ -31,7 +31,7 @@ def backward(problem: AttentionProblem, backend: Any, saved: Forward, d_output: 
     k, e = problem.v.shape[-2:]
     zeros = {"dtype": problem.q.dtype, "device": device(problem.q)}
     d_output = xp.zeros((b, g, r, q, e), **zeros) if d_output is None else d_output
-    gradients = {"q": xp.zeros((b, g, r, q, d), **zeros), "scale": xp.zeros((), **zeros)}
+    gradients = {"scale": xp.zeros((), **zeros)}
     with backend.quiet():
         maximum, shift, d_rows, d_sinks = _row_terms(problem, backend, saved, d_output, d_lse)
     if d_sinks is not None:
@@ -45,19 +45,23 @@ def backward(problem: AttentionProblem, backend: Any, saved: Forward, d_output: 
     shared: dict[str, Any] = {}
     for term in problem.terms:
         shared.update(term.whole())
-    d_k, d_v = (xp.zeros(x.shape, **zeros) for x in (problem.k, problem.v))
-    work = 5 * b * g * r * q * k
-    for group, (d_queries, d_keys, d_values, d_scale, sums) in zip(
-        tasks, backend.map(run, tasks, work=work), strict=True
-    ):
+    parts = backend.map(run, tasks, work=5 * b * g * r * q * k)
+    whole = len(parts) == 1 and problem.k.shape[0] == problem.v.shape[0] == b
+    if whole:  # one group of everything: nothing is copied
+        gradients["q"], d_k, d_v = parts[0][:3]
+    else:
+        gradients["q"] = xp.zeros((b, g, r, q, d), **zeros)
+        d_k, d_v = (xp.zeros(x.shape, **zeros) for x in (problem.k, problem.v))
+    for group, (d_queries, d_keys, d_values, d_scale, sums) in zip(tasks, parts, strict=True):
         view = View(problem, group, backend, gradient=True)
-        index = (group.b, group.g, slice(None), slice(*group.q), ...)
-        gradients["q"] = backend.accumulate(gradients["q"], index, d_queries)
         gradients["scale"] = gradients["scale"] + d_scale
-        keys = slice(*(group.k or (0, k)))
-        at = (*view.slices(d_k), keys, slice(None))
-        d_k = backend.accumulate(d_k, at, _fold_batch(d_keys[:, :, keys, :], d_k))
-        d_v = backend.accumulate(d_v, (*view.slices(d_v), *at[2:]), _fold_batch(d_values[:, :, keys, :], d_v))
+        if not whole:
+            index = (group.b, group.g, slice(None), slice(*group.q), ...)
+            gradients["q"] = backend.accumulate(gradients["q"], index, d_queries)
+            keys = slice(*(group.k or (0, k)))
+            at = (*view.slices(d_k), keys, slice(None))
+            d_k = backend.accumulate(d_k, at, _fold_batch(d_keys[:, :, keys, :], d_k))
+            d_v = backend.accumulate(d_v, (*view.slices(d_v), *at[2:]), _fold_batch(d_values[:, :, keys, :], d_v))
         for term in problem.terms:
             for name in term.names:
                 shared[name] = term.place(name, shared[name], sums[name], view)
@@ -107,9 +111,14 @@ def backward_group(
     q, k, v = view.part(problem.q), view.part(problem.k)[:, :, None, ...], view.part(problem.v)[:, :, None, ...]
     maximum, shift, d_output = view.part(maximum), view.part(shift), view.part(d_output)
     start, stop = group.q
-    zeros = {"dtype": q.dtype, "device": device(q)}
-    d_q = xp.zeros((*q.shape[:3], stop - start, q.shape[-1]), **zeros)
-    d_k, d_v = (xp.zeros((*q.shape[:2], 1, *x.shape[-2:]), **zeros) for x in (k, v))
+    d_q, d_k, d_v = (
+        _Sum(backend, q, shape)
+        for shape in (
+            (*q.shape[:3], stop - start, q.shape[-1]),
+            (*q.shape[:2], 1, *k.shape[-2:]),
+            (*q.shape[:2], 1, *v.shape[-2:]),
+        )
+    )
     sums: dict[str, Any] = {}
     for term in problem.terms:
         sums.update(term.start(view))
@@ -124,7 +133,7 @@ def backward_group(
         view.enter(block)
         keys, values = block.keys.take(k), block.keys.take(v)
         apart = keys.shape[2] > 1  # query heads of one key head have lists of their own
-        logits, kept = logits_of_block(view, keys, neutral=True)
+        logits, kept = logits_of_block(view, keys, neutral=bool(problem.terms))
         logits -= m
         weights = view.seen(backend.exp_into(logits))  # times the row's sum, as d_o and c are divided by it
         d_logits = einsum("...qe,...ke->...qk", d_o, values, out=view.buffer("d_weights", d_o, values))
@@ -134,14 +143,43 @@ def backward_group(
         else:
             d_values = summed(backend, weights * factor, d_o, view.visible, apart=apart)
             d_logits = d_logits * factor
-        d_v = block.keys.accumulate(backend, d_v, d_values)
+        d_v.add(block.keys, d_values)
         d_logits -= c
         d_logits *= weights
-        d_logits = view.seen(d_logits)
+        if view.visible is not None and not bool(xp.isfinite(xp.sum(d_logits))):  # else 0 with the weights
+            d_logits = view.seen(d_logits)
         for term, saved in zip(reversed(problem.terms), reversed(kept), strict=True):
             d_logits = term.pull(d_logits, saved, view, sums)
         d_rows = product(backend, d_logits, keys, view.visible)
-        d_q = rows.accumulate(backend, d_q, d_rows if view.d_q is None else d_rows + view.d_q)
-        d_k = block.keys.accumulate(backend, d_k, summed(backend, d_logits, view.q, view.visible, apart=apart))
-    d_scale = xp.sum(xp.where(d_q == 0, xp.zeros_like(d_q), d_q * q[..., start:stop, :]))
-    return d_q * problem.scale, d_k[:, :, 0, ...], d_v[:, :, 0, ...], d_scale, sums
+        d_q.add(rows, d_rows if view.d_q is None else d_rows + view.d_q)
+        d_k.add(block.keys, summed(backend, d_logits, view.q, view.visible, apart=apart))
+    d_rows = d_q.total()
+    d_scale = _product_of_all(xp, d_rows, q[..., start:stop, :])
+    return d_rows * problem.scale, d_k.total()[:, :, 0, ...], d_v.total()[:, :, 0, ...], d_scale, sums
+
+
+class _Sum:
+    """Cotangents of an array, added up block by block; what comes first for all rows at once is taken as it is."""
+
+    def __init__(self, backend: Any, like: Any, shape: tuple[int, ...]) -> None:
+        self.backend, self.like, self.shape = backend, like, shape
+        self.sum: Any = None
+
+    def add(self, selection: Any, values: Any) -> None:
+        if self.sum is None and not selection.batched and selection.extent == (0, self.shape[-2]):
+            self.sum = values
+        else:
+            self.sum = selection.accumulate(self.backend, self.total(), values)
+
+    def total(self) -> Any:
+        if self.sum is None:
+            self.sum = namespace(self.like).zeros(self.shape, dtype=self.like.dtype, device=device(self.like))
+        return self.sum
+
+
+def _product_of_all(xp: Any, d_rows: Any, rows: Any) -> Any:
+    """Sum of d_rows rows, in which a row without a cotangent counts nothing, whatever it holds."""
+    total = xp.sum(d_rows * rows)
+    if bool(xp.isfinite(total)):
+        return total
+    return xp.sum(xp.where(d_rows == 0, xp.zeros_like(d_rows), d_rows * rows))

@@ -165,7 +165,7 @@ def groups(settings: AttentionSettings, *, by_keys: bool = False) -> list[Group]
         cuts = [((0, q), run) for run in _runs(k, KEYS)]
     if g == 0:
         return []
-    heads_step = g if unit * g <= SMALL and not settings.apart else 1
+    heads_step = 1 if settings.apart else min(g, max(1, SMALL // max(1, unit)))
     batch_step = max(1, SMALL // max(1, unit * heads_step)) if unit * g <= SMALL else 1
     return [
         Group(slice(s, min(s + batch_step, b)), slice(n, min(n + heads_step, g)), rows, heads[n : n + heads_step], keys)

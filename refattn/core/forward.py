@@ -59,7 +59,6 @@ def forward(problem: AttentionProblem, backend: Any, *, keep: bool = False) -> F
     xp = backend.xp
     b, g, r, q, _ = problem.q.shape
     k, e = problem.v.shape[-2:]
-    whole = _nothing(xp, (b, g, r, q), e, problem)
     tasks = groups(problem, by_keys=True)
 
     def run(group: Group) -> tuple[Partial, list[Any]]:
@@ -72,12 +71,15 @@ def forward(problem: AttentionProblem, backend: Any, *, keep: bool = False) -> F
         like = {"device": problem.device}
         shape = (b, g, r, q, k)
         kept = xp.zeros(shape, dtype=problem.q.dtype, **like), xp.zeros(shape, dtype=xp.bool, **like)
-    for group, (part, blocks) in zip(tasks, backend.map(run, tasks, work=2 * b * g * r * q * k), strict=True):
+    parts = backend.map(run, tasks, work=2 * b * g * r * q * k)
+    whole = parts[0][0] if len(parts) == 1 else _nothing(xp, (b, g, r, q), e, problem)
+    for group, (part, blocks) in zip(tasks, parts, strict=True):
         index = (group.b, group.g, slice(None), slice(*group.q), ...)
         if group.k is not None:
             with backend.quiet():
                 part = merged(Partial(*(x[index] for x in whole)), part)
-        whole = Partial(*(backend.assign(x, index, y) for x, y in zip(whole, part, strict=True)))
+        if part is not whole:
+            whole = Partial(*(backend.assign(x, index, y) for x, y in zip(whole, part, strict=True)))
         for queries, keys, logits, visible in blocks:
             pairs = (group.b, group.g, slice(None), slice(*queries.extent), slice(*keys.extent))
             kept = backend.assign(kept[0], pairs, logits), backend.assign(kept[1], pairs, visible)

@@ -1,13 +1,14 @@
-"""Routing attention: normalisation, what meets the centroids, and whom they choose."""
+"""Routing attention: normalisation, what meets the centroids, and whom they choose, or whom the caller has chosen."""
 
 import math
 from typing import Any
 
-from refattn.arrays import namespace, real
+from refattn.arrays import flatten_leading, is_array, is_integer, namespace, real, require_integer, to_namespace
 from refattn.contraction import einsum
+from refattn.core.selections import take_order
 from refattn.normalization import layer_norm, layer_norm_backward, unit_norm, unit_norm_backward
 
-__all__ = ["Routed", "nearest_centroid", "normalise", "normalise_backward"]
+__all__ = ["Routed", "given_members", "nearest_centroid", "normalise", "normalise_backward", "widths"]
 
 LAYER_EPS, UNIT_EPS = 1e-6, 1e-12
 
@@ -29,79 +30,107 @@ def normalise_backward(done: tuple[Any, Any, str | None], d_normal: Any) -> Any:
     else:
         d_x = unit_norm_backward(normal, factor, d_normal, UNIT_EPS)
     xp = namespace(d_x)
+    if bool(xp.isfinite(xp.sum(d_x))):
+        return d_x
     untouched = xp.all(d_normal == 0, axis=-1, keepdims=True)  # masked tokens, NaN or not
     return xp.where(untouched, xp.zeros_like(d_x), d_x)
 
 
 def nearest_centroid(x: Any, centroids: Any) -> Any:
-    """Index of the centroid with the largest product, x (t, d) and centroids (c, d) -> (t,); ties to the first."""
-    return namespace(x).argmax(einsum("td,cd->tc", real(x), real(centroids)), axis=-1)
+    """Index of the centroid with the largest product, x (..., t, d) and centroids (..., c, d) -> (..., t); ties to the first."""
+    return namespace(x).argmax(einsum("...td,...cd->...tc", real(x), real(centroids)), axis=-1)
 
 
 class Routed:
-    """What meets the centroids: an array (b, h, t, d) after its normalisation and projection."""
+    """What meets the centroids of n heads: an array (n, t, d) after its normalisation and projection; ``keep`` (n, t) or None."""
 
-    def __init__(self, x: Any, keep: Any, projection: Any) -> None:
-        self.keep, self.projection = keep, projection
-        self.x = x if projection is None else einsum("bhtd,df->bhtf", x, projection)
-        self.centroids: Any = None
-        self.nearest: list[Any] | None = None  # of every head (t,): index of the nearest centroid
+    def __init__(self, x: Any, keep: Any, projection: Any, centroids: Any) -> None:
+        self.keep, self.projection, self.centroids = keep, projection, centroids
+        self.x = x if projection is None else einsum("ntd,df->ntf", x, projection)
+        self.nearest: Any = None  # (n, t)
 
-    def _by_head(self, function: Any, backend: Any, work: int) -> list[Any]:
-        """function(b, h) of every head."""
-        b, h = self.x.shape[:2]
-        return backend.map(lambda n: function(*divmod(n, h)), range(b * h), work=work)
-
-    def members(self, centroids: Any, width: int, backend: Any) -> Any:
-        """Positions of the tokens with the largest products, int64 (b, h, c, w): in rising order, -1 for none last."""
+    def members(self, width: int, backend: Any) -> Any:
+        """Positions of the tokens with the largest products, int64 (n, c, w): in rising order, -1 for none last."""
         xp = backend.xp
-        b, h, t, _ = self.x.shape
-        c = centroids.shape[-2]
-        if 0 in (b, h, width):
-            return xp.zeros((b, h, c, width), dtype=xp.int64)
+        (n, t, _), c = self.x.shape, self.centroids.shape[-2]
+        if 0 in (n, width):
+            return xp.zeros((n, c, width), dtype=xp.int64)
+        scores = einsum("ncd,ntd->nct", real(self.centroids), real(self.x))
+        if self.keep is not None:
+            scores = xp.where(self.keep[:, None, :], scores, xp.full_like(scores, -math.inf))
+        found = xp.astype(backend.largest(scores, width), xp.int64)
+        if self.keep is None:
+            return found
+        alive = take_order(self.keep[..., None], xp.reshape(found, (n, c * width)))
+        found = xp.sort(xp.where(xp.reshape(alive, found.shape), found, xp.full_like(found, t)), axis=-1)
+        return xp.where(found == t, xp.full_like(found, -1), found)
 
-        def of_head(b: int, g: int) -> Any:
-            scores = einsum("cd,td->ct", real(centroids)[g, ...], real(self.x)[b, g, ...])
-            if self.keep is not None:
-                scores = xp.where(self.keep[b, ...], scores, xp.full_like(scores, -math.inf))
-            found = xp.astype(backend.largest(scores, width), xp.int64)
-            if self.keep is None:
-                return found
-            alive = xp.reshape(xp.take(self.keep[b, 0, ...], xp.reshape(found, (-1,))), found.shape)
-            found = xp.sort(xp.where(alive, found, xp.full_like(found, t)), axis=-1)
-            return xp.where(found == t, xp.full_like(found, -1), found)
+    def loss(self) -> Any:
+        """The sum of squared distances to the nearest centroids."""
+        if 0 not in self.x.shape[:2]:
+            self.nearest = nearest_centroid(self.x, self.centroids)
+        gaps = self._gaps()
+        return namespace(gaps).sum(gaps * gaps)
 
-        found = xp.stack(self._by_head(of_head, backend, 8 * b * h * t * c))
-        return xp.reshape(found, (b, h, c, width))
-
-    def loss(self, centroids: Any, backend: Any) -> tuple[Any, int]:
-        """The sum of squared distances to the nearest centroids, and how many tokens it is over."""
-        xp = backend.xp
-        b, h, t, _ = self.x.shape
-        self.centroids = centroids
-        if 0 in (b, h, t):
-            return xp.sum(self.x), 0
-
-        def of_head(b: int, g: int) -> tuple[Any, Any]:
-            nearest = nearest_centroid(self.x[b, g, ...], centroids[g, ...])
-            gap = self._gap(b, g, nearest)
-            return nearest, xp.sum(gap * gap)
-
-        found = self._by_head(of_head, backend, 2 * b * h * t * centroids.shape[-2])
-        self.nearest = [nearest for nearest, _ in found]
-        return sum(x for _, x in found), b * h * t if self.keep is None else h * int(xp.count_nonzero(self.keep))
-
-    def _gap(self, b: int, g: int, nearest: Any) -> Any:
-        """x - nearest centroid (t, d), 0 for masked tokens."""
+    def _gaps(self) -> Any:
+        """x - its nearest centroid, 0 for masked tokens."""
         xp = namespace(self.x)
-        gap = self.x[b, g, ...] - xp.take(self.centroids[g, ...], nearest, axis=0)
-        return gap if self.keep is None else xp.where(self.keep[b, 0, :, None], gap, xp.zeros_like(gap))
+        if self.nearest is None:
+            return xp.zeros_like(self.x)
+        gaps = self.x - take_order(self.centroids, self.nearest)
+        return gaps if self.keep is None else xp.where(self.keep[..., None], gaps, xp.zeros_like(gaps))
 
     def backward(self, factor: Any) -> Any:
         """Cotangent of the array that was given: factor (x - nearest centroid), back through the projection."""
-        if self.nearest is None:
-            return namespace(self.x).zeros_like(self.x)
-        h = self.x.shape[1]
-        gaps = [self._gap(n // h, n % h, nearest) * factor for n, nearest in enumerate(self.nearest)]
-        d_x = namespace(self.x).reshape(namespace(self.x).stack(gaps), self.x.shape)
-        return d_x if self.projection is None else einsum("bhtf,df->bhtd", d_x, self.projection)
+        d_x = self._gaps() * factor
+        return d_x if self.projection is None else einsum("ntf,df->ntd", d_x, self.projection)
+
+
+# ------------------------------------------------------------------------------------------------ as the caller says
+
+
+def widths(cluster_size: Any, t: int, t_k: int, c: int) -> tuple[int, int]:
+    """Queries and keys of a cluster."""
+    if cluster_size is None:
+        pair = (max(1, t // c), max(1, t_k // c))
+    elif isinstance(cluster_size, (tuple, list)):
+        if len(cluster_size) != 2:
+            raise ValueError(f"cluster_size is {cluster_size!r}: expected a number, or (queries, keys)")
+        first, second = (require_integer("cluster_size", n, minimum=1) for n in cluster_size)
+        pair = (first, second)
+    else:
+        first = require_integer("cluster_size", cluster_size, minimum=1)
+        pair = (first, first)
+    return min(pair[0], t), min(pair[1], t_k)
+
+
+def given_members(
+    members: Any, lead: tuple[int, ...], h: int, c: int, lengths: tuple[int, int], xp: Any
+) -> tuple[Any, Any]:
+    """Members of queries and keys as int64 (b h, c, w)."""
+    if not isinstance(members, (tuple, list)) or len(members) != 2:
+        raise TypeError(f"members is a {type(members).__name__}: expected (members of queries, members of keys)")
+    found = []
+    for x, t, name in zip(members, lengths, ("queries", "keys"), strict=True):
+        if not is_array(x) or not is_integer(x.dtype):
+            raise TypeError(f"members of {name}: expected an integer array (..., h, c, w)")
+        own = tuple(x.shape[:-1])
+        full = (*lead, h, c)
+        fits = 2 < x.ndim <= len(full) + 1 and own[-2:] == (h, c)
+        if not fits or any(m not in (1, n) for m, n in zip(reversed(own), reversed(full), strict=False)):
+            raise ValueError(f"members of {name} have shape {tuple(x.shape)}: expected {full} and the cluster's width")
+        x = to_namespace(x, xp)
+        x = xp.astype(xp.broadcast_to(flatten_leading(x, 3, lead), (math.prod(lead), h, c, x.shape[-1])), xp.int64)
+        if math.prod(x.shape):
+            lowest, highest = int(xp.min(x)), int(xp.max(x))
+            if lowest < -1 or highest >= t:
+                raise ValueError(
+                    f"members of {name} hold {lowest} ... {highest}: expected 0 to {t - 1}, or -1 for none"
+                )
+            ordered = xp.sort(x, axis=-1)
+            twice = xp.logical_and(ordered[..., 1:] == ordered[..., :-1], ordered[..., 1:] >= 0)
+            if bool(xp.any(twice)):
+                token = int(xp.max(xp.where(twice, ordered[..., 1:], xp.full_like(ordered[..., 1:], -1))))
+                raise ValueError(f"members of {name} are repeated: token {token} stands twice in one cluster")
+        found.append(xp.reshape(x, (x.shape[0] * h, *x.shape[2:])))
+    return found[0], found[1]
