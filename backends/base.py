@@ -42,10 +42,6 @@ class Backend:
 
     # ------------------------------------------------------------------ element-wise and products
 
-    def matmul(self, a: Any, b: Any, scratch: dict[str, Any] | None = None, name: str = "") -> Any:
-        """Batched matrix product; may live in the buffer of that name, until the next product of the same name."""
-        return self.xp.matmul(a, b)
-
     def buffer(self, scratch: dict[str, Any], name: str, shape: tuple[int, ...], dtype: Any) -> Any:
         """Memory of that name for a result, kept in ``scratch`` until the next use; None where results get memory of their own."""
         return None

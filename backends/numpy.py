@@ -67,21 +67,6 @@ class NumpyBackend(Backend):
     def takes(cls, xp: Any) -> tuple[bool, str]:
         return xp is np, f"they belong to {xp.__name__}, not to NumPy"
 
-    def matmul(self, a: Any, b: Any, scratch: dict[str, Any] | None = None, name: str = "") -> Any:
-        """New memory for every tile costs as much in page faults as the product itself: tiles reuse their buffers."""
-        if scratch is None or a.ndim != b.ndim or a.dtype != b.dtype:
-            return np.matmul(a, b)
-        shape = (
-            *(m if n == 1 else n for m, n in zip(a.shape[:-2], b.shape[:-2], strict=True)),
-            a.shape[-2],
-            b.shape[-1],
-        )
-        size = math.prod(shape)
-        buffer = scratch.get(name)
-        if buffer is None or buffer.size < size:
-            buffer = scratch[name] = np.empty(size, a.dtype)
-        return np.matmul(a, b, out=buffer[:size].reshape(shape))
-
     def buffer(self, scratch: dict[str, Any], name: str, shape: tuple[int, ...], dtype: Any) -> Any:
         """New memory for every tile costs as much in page faults as the product itself: tiles reuse their buffers."""
         size = math.prod(shape)

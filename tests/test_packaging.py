@@ -179,11 +179,6 @@ def test_backends_is_only_imported_as_part_of_refattn():
 
 # Products are einsum strings of refattn.contraction; these rooms lower them, or are NumPy's own (np.einsum).
 PRODUCTS = {"backends", "contraction", "precision", "definitions", "mistakes", "verification"}
-STILL_MATMUL = {
-    "attention/blocks/routing.py",
-    "attention/routing.py",
-}
-"""Files that are still to be converted; the list only shrinks."""
 
 
 def products_without_einsum(tree: ast.AST) -> list[int]:
@@ -205,8 +200,7 @@ def test_products_are_einsum_strings():
             lines = products_without_einsum(ast.parse(path.read_text(encoding="utf-8")))
             if lines:
                 files[path.relative_to(REPOSITORY / "refattn").as_posix()] = lines
-    assert {name: lines for name, lines in files.items() if name not in STILL_MATMUL} == {}
-    assert sorted(STILL_MATMUL - set(files)) == [], "converted: take them off the list"
+    assert files == {}
 
 
 def test_products_without_einsum_are_seen():

@@ -119,6 +119,47 @@ def test_masked_tokens_reach_nothing():
         real_rows = np.broadcast_to(keep[:, None, :], (2, 2, 12))
         assert_close(got["v"], expected["v"], 0)
         assert_close(got["q"][real_rows], expected["q"][real_rows], 0)
+        assert np.all(got["q"][~real_rows] == 0) and np.all(got["v"][~real_rows] == 0)  # NaN and infinities there
+
+
+@pytest.mark.parametrize("kind", ["layer", "l2", None])
+def test_a_masked_token_has_no_gradient_whatever_it_holds(kind):
+    keep = np.arange(12) != 5
+    given = base(27, query_mask=keep, key_mask=keep, normalize=kind, key_norm="l2", cluster_normalize="l2")
+    for value in (np.nan, np.inf, 0.0):
+        for n in ("q", "v"):
+            given[n][..., 5, :] = value
+        result, pullback = attention.vjp(**given)
+        got = pullback(output=np.ones_like(result.output), commitment_loss=np.ones(()))
+        assert all(np.all(got[n][..., 5, :] == 0) and np.isfinite(got[n]).all() for n in ("q", "v"))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_equal_logits_of_any_size_have_equal_weights(dtype, sign):
+    """Three tokens of logits +- 10^4 and +- 10^8: their mean, which a rounded lse would miss by 5e-4 in float32."""
+    eps = np.finfo(dtype).eps
+    for size in (1e2, 1e4):
+        q, k = (np.full((1, 3, 1), x, dtype) for x in (size, sign * size))
+        v, ones = np.array([[[1.0], [0.0], [0.0]]], dtype), np.ones((1, 1, 1), dtype)
+        result, pullback = attention.vjp(q, k, v, centroids=ones, normalize=None, cluster_size=3, scale=1.0)
+        assert_close(result.output, np.full((1, 3, 1), 1 / 3), 2 * eps)
+        assert_close(pullback(v)["v"], np.full((1, 3, 1), 1 / 3), 2 * eps)
+
+
+def test_sizes_of_none_and_beyond_every_array():
+    given = base(28)
+    assert np.array_equal(attention(**{**given, "cluster_size": 10**30}), attention(**{**given, "cluster_size": 12}))
+    for sizes in ({"t": 0}, {"b": 0}, {"h": 0}, {"e": 0}, {"t": 0, "k": True}, {"n": 0, "memory_keys": True}):
+        given = attention.example(rng(), **{"b": 2, "h": 2, "t": 6, "c": 2, "d": 3, "e": 2, **sizes})
+        result, pullback = attention.vjp(**given)
+        got = pullback(output=result.output, commitment_loss=np.ones(()))
+        assert result.output.shape == given["v"].shape
+        assert all(got[n].shape == given[n].shape for n in ("q", "v"))
+    empty = np.zeros((1, 4, 0))
+    v = np.arange(4.0).reshape(1, 4, 1)
+    result = attention.forward(empty, None, v, centroids=np.zeros((1, 2, 0)), cluster_size=2, normalize=None)
+    assert np.array_equal(result.output[0, :, 0], [0.5, 0.5, 0.0, 0.0])  # no channels: all tie, tokens 0 and 1 twice
 
 
 def test_values_that_are_not_finite_reach_those_who_see_them():

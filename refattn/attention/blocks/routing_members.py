@@ -1,14 +1,14 @@
-"""Routing attention: normalisation, what meets the centroids, and whom they choose, or whom the caller has chosen."""
+"""Routing attention: normalisation, what meets the centroids, and whom they choose."""
 
 import math
 from typing import Any
 
-from refattn.arrays import flatten_leading, is_array, is_integer, namespace, real, require_integer, to_namespace
+from refattn.arrays import namespace, real
 from refattn.contraction import einsum
 from refattn.core.selections import take_order
 from refattn.normalization import layer_norm, layer_norm_backward, unit_norm, unit_norm_backward
 
-__all__ = ["Routed", "given_members", "nearest_centroid", "normalise", "normalise_backward", "widths"]
+__all__ = ["Routed", "nearest_centroid", "normalise", "normalise_backward"]
 
 LAYER_EPS, UNIT_EPS = 1e-6, 1e-12
 
@@ -84,53 +84,3 @@ class Routed:
         """Cotangent of the array that was given: factor (x - nearest centroid), back through the projection."""
         d_x = self._gaps() * factor
         return d_x if self.projection is None else einsum("ntf,df->ntd", d_x, self.projection)
-
-
-# ------------------------------------------------------------------------------------------------ as the caller says
-
-
-def widths(cluster_size: Any, t: int, t_k: int, c: int) -> tuple[int, int]:
-    """Queries and keys of a cluster."""
-    if cluster_size is None:
-        pair = (max(1, t // c), max(1, t_k // c))
-    elif isinstance(cluster_size, (tuple, list)):
-        if len(cluster_size) != 2:
-            raise ValueError(f"cluster_size is {cluster_size!r}: expected a number, or (queries, keys)")
-        first, second = (require_integer("cluster_size", n, minimum=1) for n in cluster_size)
-        pair = (first, second)
-    else:
-        first = require_integer("cluster_size", cluster_size, minimum=1)
-        pair = (first, first)
-    return min(pair[0], t), min(pair[1], t_k)
-
-
-def given_members(
-    members: Any, lead: tuple[int, ...], h: int, c: int, lengths: tuple[int, int], xp: Any
-) -> tuple[Any, Any]:
-    """Members of queries and keys as int64 (b h, c, w)."""
-    if not isinstance(members, (tuple, list)) or len(members) != 2:
-        raise TypeError(f"members is a {type(members).__name__}: expected (members of queries, members of keys)")
-    found = []
-    for x, t, name in zip(members, lengths, ("queries", "keys"), strict=True):
-        if not is_array(x) or not is_integer(x.dtype):
-            raise TypeError(f"members of {name}: expected an integer array (..., h, c, w)")
-        own = tuple(x.shape[:-1])
-        full = (*lead, h, c)
-        fits = 2 < x.ndim <= len(full) + 1 and own[-2:] == (h, c)
-        if not fits or any(m not in (1, n) for m, n in zip(reversed(own), reversed(full), strict=False)):
-            raise ValueError(f"members of {name} have shape {tuple(x.shape)}: expected {full} and the cluster's width")
-        x = to_namespace(x, xp)
-        x = xp.astype(xp.broadcast_to(flatten_leading(x, 3, lead), (math.prod(lead), h, c, x.shape[-1])), xp.int64)
-        if math.prod(x.shape):
-            lowest, highest = int(xp.min(x)), int(xp.max(x))
-            if lowest < -1 or highest >= t:
-                raise ValueError(
-                    f"members of {name} hold {lowest} ... {highest}: expected 0 to {t - 1}, or -1 for none"
-                )
-            ordered = xp.sort(x, axis=-1)
-            twice = xp.logical_and(ordered[..., 1:] == ordered[..., :-1], ordered[..., 1:] >= 0)
-            if bool(xp.any(twice)):
-                token = int(xp.max(xp.where(twice, ordered[..., 1:], xp.full_like(ordered[..., 1:], -1))))
-                raise ValueError(f"members of {name} are repeated: token {token} stands twice in one cluster")
-        found.append(xp.reshape(x, (x.shape[0] * h, *x.shape[2:])))
-    return found[0], found[1]
