@@ -119,7 +119,8 @@ def test_masked_tokens_reach_nothing():
         real_rows = np.broadcast_to(keep[:, None, :], (2, 2, 12))
         assert_close(got["v"], expected["v"], 0)
         assert_close(got["q"][real_rows], expected["q"][real_rows], 0)
-        assert np.all(got["q"][~real_rows] == 0) and np.all(got["v"][~real_rows] == 0)  # NaN and infinities there
+        assert not got["q"][~real_rows].any()  # where there are NaN
+        assert not got["v"][~real_rows].any()
 
 
 @pytest.mark.parametrize("kind", ["layer", "l2", None])
