@@ -119,7 +119,7 @@ def softmax_counts(
     visible += h * extra_keys * (b * q if settings.query_lengths is None else int(np.sum(settings.query_lengths)))
     if computed is not None and (blocks is None or q * k > WALKED):
         pairs, largest = b * computed, SMALL
-    elif q * k <= WALKED or settings.blocks is not None:
+    elif q * k <= WALKED or blocks is not None or read.lists is not None:
         pairs, largest = _listed(settings)
     else:
         rows, keys, units = rows_of_tiles(settings, extra_keys)
