@@ -47,6 +47,28 @@ def make(name, q, k, rng):
     if name == "aligned window":
         offsets = rng.integers(-3, 4, (1, 3))
         return p.window(1, 0, align=offsets), lambda b, h, i, j: 0 <= i + offsets[0, b] - j <= 1, 3, None
+    if name.startswith("chunk"):
+        align = {"left": "upper_left", "right": "lower_right", "back": -2, "ahead": 2, "batch": rng.integers(-3, 4, 3)}
+        align = align[name.split()[1]]
+        offset = {"upper_left": 0, "lower_right": k - q}.get(align, align) if isinstance(align, str) else align
+        place = lambda b, i: i + (offset[b] if np.ndim(offset) else offset)  # noqa: E731
+        return p.chunk(3, align), lambda b, h, i, j: place(b, i) // 3 == j // 3, 3 if np.ndim(offset) else None, None
+    if name == "tree":
+        parents = [int(rng.integers(-1, n)) for n in range(q)]
+        prefix = max(k - q, 0)
+        above = [set() for _ in range(q)]
+        for n, parent in enumerate(parents):
+            above[n] = {n} | (above[parent] if parent >= 0 else set())
+        pattern = p.tree(parents, prefix=prefix)
+        return pattern, lambda b, h, i, j: j < prefix or j - prefix in above[i], None, None
+    if name == "shared prefix":
+        lengths = rng.multinomial(q, np.ones(3) / 3)
+        prefix_of, document = rng.integers(0, 3, 3), np.repeat(np.arange(3), lengths)
+        rule = lambda b, h, i, j: (  # noqa: E731
+            (document[i] == document[j] and j <= i)
+            or (document[j] == prefix_of[document[i]] and document[i] != document[j])
+        )
+        return p.shared_prefix(lengths, prefix_of), rule, None, None
     if name == "prefix":
         return p.prefix(3), lambda b, h, i, j: j < 3, None, None
     if name == "dilated":
@@ -134,8 +156,14 @@ NAMES = [
     *("fixed second heads", "fixed both heads", "documents", "documents sorted", "documents one"),
     *("lengths", "lengths keys", "lengths queries", "blocks", "blocks heads"),
     *("dense", "dense heads", "dense batch", "dense all", "dense keys", "dense rows", "mask_mod"),
-    *("by head", "aligned by head"),
+    *("by head", "aligned by head", "chunk left", "chunk right", "chunk back", "chunk ahead"),
 ]
+ALONE = {
+    "chunk batch": SIZES,
+    "tree": [(q, k) for q, k in SIZES if q <= k],
+    "shared prefix": [(5, 5), (9, 9), (0, 0), (1, 1)],
+}
+"""Of one size, or with batch entries: not drawn into combinations."""
 
 
 def hold(pattern, rule, q, k, batch, heads, rng, exact=False):
@@ -198,6 +226,14 @@ def test_every_answer_agrees_with_a_loop(name):
     for q, k in SIZES:
         pattern, rule, batch, heads = make(name, q, k, rng)
         hold(pattern, rule, q, k, batch, heads, rng, exact=name in EXACT)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_every_answer_of_chunks_and_trees_agrees_with_a_loop(name):
+    rng = np.random.default_rng(len(name))
+    for q, k in ALONE[name]:
+        pattern, rule, batch, heads = make(name, q, k, rng)
+        hold(pattern, rule, q, k, batch, heads, rng)
 
 
 @pytest.mark.parametrize("seed", range(18))
@@ -309,10 +345,13 @@ HUGE = [sys.maxsize, -sys.maxsize, 10**30, -(10**30)]
 def test_huge_counts_and_offsets_do_not_wrap(n):
     q, k = 4, 5
     i, j = np.arange(q)[:, None], np.arange(k)
-    cases = [(patterns.causal(n), j <= i.astype(object) + n)]
+    cases = [(patterns.causal(n), j <= i.astype(object) + n), (patterns.chunk(3, n), np.zeros((q, k), bool))]
     if n == sys.maxsize:
         cases += [
             (patterns.window(1, n, 0), j >= i - 1),
+            (patterns.chunk(n, 0), j >= 0 * i),
+            (patterns.chunk(n, -1), (j >= 0) & (i >= 1)),
+            (patterns.chunk(n, n - 2), (j >= 0) & (i < 2)),
             (patterns.window(n, 1, 0), j <= i + 1),
             (patterns.window(n, n, align=-n), j <= i),
             (patterns.strided(n), j <= i),

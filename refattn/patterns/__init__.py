@@ -31,6 +31,7 @@ from refattn.patterns.makers import (
     blocks,
     by_head,
     causal,
+    chunk,
     dense,
     dilated,
     documents,
@@ -38,7 +39,9 @@ from refattn.patterns.makers import (
     lengths,
     mask_mod,
     prefix,
+    shared_prefix,
     strided,
+    tree,
     window,
 )
 
@@ -47,6 +50,7 @@ __all__ = [
     "blocks",
     "by_head",
     "causal",
+    "chunk",
     "dense",
     "dilated",
     "documents",
@@ -54,6 +58,8 @@ __all__ = [
     "lengths",
     "mask_mod",
     "prefix",
+    "shared_prefix",
     "strided",
+    "tree",
     "window",
 ]

@@ -9,7 +9,7 @@ from refattn.arrays import require_integer, require_one_of
 from refattn.patterns.base import Pattern, PerBatch, Which, host_ints, taken
 from refattn.patterns.counting import Ends
 
-__all__ = ["Band", "Fixed", "Spaced", "parse_align"]
+__all__ = ["Band", "Chunk", "Fixed", "Spaced", "parse_align"]
 
 
 class Band(PerBatch):
@@ -34,23 +34,14 @@ class Band(PerBatch):
             self._lead = align.shape
 
     def _check(self, q: int, k: int) -> None:
-        if self._align is None and q != k:
-            raise ValueError(
-                f"{self!r} with {q} queries and {k} keys needs an align: 'upper_left' (query 0 stands on key 0)"
-                f" or 'lower_right' (the last query stands on the last key), or an offset"
-            )
+        require_align(self, self._align, q, k)
 
     def _ends_by_row(self, q: int, k: int) -> tuple[list[int], list[int]]:
         """(first, last) for each row of the offsets: query i sees the keys i + first <= j <= i + last.
 
         Cut to what makes a difference, -q ... k, in Python's integers: nothing wraps, however large counts and offsets are.
         """
-        if isinstance(self._align, np.ndarray):
-            offsets = self._align.reshape(-1).tolist()
-        elif isinstance(self._align, int):
-            offsets = [self._align]
-        else:
-            offsets = [k - q if self._align == "lower_right" else 0]
+        offsets = offsets_of(self._align, q, k)
         first = [-q if self._far is None else min(max(n - self._far, -q), k) for n in offsets]
         last = [k if self._near is None else min(max(n - self._near, -q), k) for n in offsets]
         return first, last
@@ -242,6 +233,80 @@ class Fixed(Pattern):
     def _ends_of_rows(self, q: int, k: int) -> Ends | None:
         stride, _, _ = self._within(q, k)
         return Ends(frozenset((0, 1)), period=stride)
+
+
+class Chunk(PerBatch):
+    """Query i stands on the key axis at i + offset and sees the keys of the chunk of ``size`` keys that it stands in."""
+
+    def __init__(self, size: int, align: Any) -> None:
+        super().__init__("chunk", size, align=align)
+        self._size, self._align = size, align
+        if isinstance(align, np.ndarray):
+            self._lead = align.shape
+
+    def _check(self, q: int, k: int) -> None:
+        require_align(self, self._align, q, k)
+
+    def _within(self, q: int, k: int) -> tuple[int, list[int]]:
+        """Size and offsets, cut to what makes a difference, in Python's integers: nothing wraps."""
+        size, offsets = self._size, offsets_of(self._align, q, k)
+        if size > q + k:  # one chunk of all keys: only where its queries begin and end matters
+            rows = [min(max(size - n, 0), q + k) for n in offsets]  # from its end on
+            return max(q + k, 1), [max(n, -q) if n < 0 else q + k - m for n, m in zip(offsets, rows, strict=True)]
+        return size, [min(max(n, -q), -(-k // size) * size) for n in offsets]
+
+    def _start(self, xp: Any, i: Any, b: Any, q: int, k: int) -> tuple[Any, int]:
+        """First key of the chunk of each query, and the size."""
+        size, offsets = self._within(q, k)
+        place = offsets[0] if self._rows == 1 else taken(xp, np.asarray(offsets, np.int64), self._row(xp, b))
+        return (i + place) // size * size, size
+
+    def _visible(self, xp: Any, i: Any, j: Any, b: Any, h: Any, *, q: int, k: int) -> Any:
+        start, size = self._start(xp, i, b, q, k)
+        return (j >= start) & (j < start + size)
+
+    def _runs(self, i0: int, i1: int, b: Which, q: int, k: int) -> list[tuple[int, int]]:
+        """First and last chunk of the rows, for the different offsets asked for; chunks count from 0, as the keys do."""
+        size, offsets = self._within(q, k)
+        asked = {offsets[n] for n in self._chosen(b).tolist()} if self._rows > 1 else offsets
+        return [((i0 + n) // size, (i1 - 1 + n) // size) for n in asked]
+
+    def _classify(self, i0: int, i1: int, j0: int, j1: int, q: int, k: int, b: Which, h: Which) -> str:
+        size, _ = self._within(q, k)
+        lowest, highest = j0 // size, (j1 - 1) // size
+        runs = self._runs(i0, i1, b, q, k)
+        if all(first == last == lowest == highest for first, last in runs):
+            return "full"
+        return "empty" if all(last < lowest or first > highest for first, last in runs) else "partial"
+
+    def _key_range(self, i0: int, i1: int, q: int, k: int, b: Which, h: Which) -> tuple[int, int]:
+        size, _ = self._within(q, k)
+        runs = self._runs(i0, i1, b, q, k)
+        return min((x[0] for x in runs), default=0) * size, (max((x[1] for x in runs), default=-1) + 1) * size
+
+    def _interval(self, i: Any, b: Any, h: Any, q: int, k: int) -> tuple[Any, Any]:
+        start, size = self._start(np, i, b, q, k)
+        return start, start + size
+
+    def _below(self, i: np.ndarray, m: Any, b: Any, h: Any, q: int, k: int) -> Any:
+        start, end = self._interval(i, b, h, q, k)
+        return np.maximum(np.minimum(end, m) - np.maximum(start, 0), 0)
+
+
+def offsets_of(align: Any, q: int, k: int) -> list[int]:
+    """The offsets that ``align`` means, one for all or one for each batch entry."""
+    if isinstance(align, np.ndarray):
+        return [int(n) for n in align.reshape(-1)]
+    return [align] if isinstance(align, int) else [k - q if align == "lower_right" else 0]
+
+
+def require_align(pattern: Pattern, align: Any, q: int, k: int) -> None:
+    """Reject q != k where nothing says how they are aligned."""
+    if align is None and q != k:
+        raise ValueError(
+            f"{pattern!r} with {q} queries and {k} keys needs an align: 'upper_left' (query 0 stands on key 0)"
+            f" or 'lower_right' (the last query stands on the last key), or an offset"
+        )
 
 
 def parse_align(align: Any) -> Any:

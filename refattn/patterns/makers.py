@@ -8,12 +8,14 @@ from refattn.arrays import require_integer, require_one_of
 from refattn.patterns.arrays import Blocks, Dense, Documents, Lengths, MaskMod
 from refattn.patterns.base import Pattern, host_ints
 from refattn.patterns.combinations import ByHead
-from refattn.patterns.distances import Band, Fixed, Spaced, parse_align
+from refattn.patterns.distances import Band, Chunk, Fixed, Spaced, parse_align
+from refattn.patterns.trees import SharedPrefix, Tree, documents_of, parents_of
 
 __all__ = [
     "blocks",
     "by_head",
     "causal",
+    "chunk",
     "dense",
     "dilated",
     "documents",
@@ -21,7 +23,9 @@ __all__ = [
     "lengths",
     "mask_mod",
     "prefix",
+    "shared_prefix",
     "strided",
+    "tree",
     "window",
 ]
 
@@ -70,6 +74,50 @@ def prefix(n: int | Any) -> Pattern:
     if key.size and key.min() < 0:
         raise ValueError(f"n is {n}: expected at least 0")
     return Lengths("prefix", None, key, int(key) if key.ndim == 0 else key)
+
+
+def chunk(size: int, align: str | int | Any = None) -> Pattern:
+    """Query i sees the keys of its own chunk, (i + offset) // size = j // size, on both sides; ``align`` as in :func:`causal`.
+
+    Examples
+    --------
+    >>> chunk(2, align=1).to_mask(3, 5).astype(int)
+    array([[1, 1, 0, 0, 0],
+           [0, 0, 1, 1, 0],
+           [0, 0, 1, 1, 0]])
+    """
+    return Chunk(require_integer("size", size, minimum=1, maximum=sys.maxsize), parse_align(align))
+
+
+def tree(parents: Any, prefix: int = 0) -> Pattern:
+    """Drafts that branch: query i sees the first ``prefix`` keys, the keys of its ancestors and its own, key prefix + i.
+
+    ``parents`` (q,) holds the parent of each query, an earlier one, or -1 for a root.
+
+    Examples
+    --------
+    >>> tree([-1, 0, 0, 1], prefix=1).to_mask(4, 5).astype(int)
+    array([[1, 1, 0, 0, 0],
+           [1, 1, 1, 0, 0],
+           [1, 1, 0, 1, 0],
+           [1, 1, 1, 0, 1]])
+    """
+    return Tree(parents_of(parents), require_integer("prefix", prefix, minimum=0))
+
+
+def shared_prefix(lengths: Any, prefix_of: Any) -> Pattern:
+    """Documents side by side, of ``lengths`` (n,): each sees itself causally, and document ``prefix_of[n]`` whole; n: none.
+
+    Examples
+    --------
+    >>> shared_prefix([2, 1, 2], prefix_of=[0, 0, 0]).to_mask(5, 5).astype(int)
+    array([[1, 0, 0, 0, 0],
+           [1, 1, 0, 0, 0],
+           [1, 1, 1, 0, 0],
+           [1, 1, 0, 1, 0],
+           [1, 1, 0, 1, 1]])
+    """
+    return SharedPrefix(*documents_of(lengths, prefix_of))
 
 
 def dilated(step: int) -> Pattern:

@@ -46,6 +46,8 @@ CASES = {
     "sinks_padded": {"sinks": rng(4).standard_normal(H), "query_lengths": [2, 3]},
     "dropout": {"dropout_mask": rng(5).random((B, H, Q, K)) < 0.7, "dropout_rate": 0.3},
     "pattern": {"pattern": patterns.dilated(2) & patterns.causal(align=1)},
+    "pattern_chunk": {"pattern": patterns.chunk(2, align=1), "causal": True, "align": 1},
+    "pattern_tree": {"pattern": patterns.tree([-1, 0, 0], prefix=2)},
     "pattern_heads": {"pattern": patterns.dense(rng(6).random((H, Q, K)) < 0.6)},
     "score_mod": {"score_mod": bend},
     "score_mod_derivative": {"score_mod": bend_with_derivative},
