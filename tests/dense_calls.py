@@ -58,6 +58,11 @@ PROBES = {
     "mask": call(4, mask=coin(2, 1, 5, 9), bias=normal(2, 1, 1, 9)),
     "mask_square": call(4, q=9, mask=coin(2, 6, 9, 9), bias=normal(9, 9)),
     "mask_causal": call(4, mask=coin(5, 9), causal=True, align=4),
+    "listed": call(4, indices=lambda rng: rng.integers(-1, 9, (2, 2, 5, 4)), mask=coin(2, 1, 5, 9), **LENGTHS),
+    "listed_often": call(
+        4, q=9, causal=True, indices=lambda rng: rng.integers(-1, 9, (6, 9, 7)), duplicates="multiset", softcap=2.0
+    ),
+    "listed_blocks": call(4, q=9, causal=True, block_indices=lambda rng: rng.integers(-1, 3, (2, 6, 9, 2)), block=4),
     "bias": call(5, bias=lambda rng: np.where(rng.random((6, 5, 9)) < 0.3, 0.0, rng.standard_normal((6, 5, 9)))),
     "bias_per_head": call(5, bias=normal(6, 1, 9), scale=0.7),
     "softcap": call(6, softcap=1.5, bias=normal(5, 9), mask=coin(5, 9), scale=1.2),

@@ -7,7 +7,7 @@ from refattn.definitions.topk import TopK
 from refattn.mistakes.engine import Catalogue
 from refattn.mistakes.scaled_dot_product import catalogue as dense
 
-catalogue = Catalogue(TopK, built_on=dense)
+catalogue = Catalogue(TopK, built_on=dense, without=("list_*", "topk_clamped", "block_start_unscaled"))
 
 
 @catalogue.mistake(why="A sort from the end, or an unstable one.")

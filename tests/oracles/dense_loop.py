@@ -18,6 +18,7 @@ def attention(
     q, k, v, *, mask=None, pattern=None, bias=None, causal=False, align=None, window=None, query_lengths=None, key_lengths=None,
     query_segments=None, key_segments=None, scale=None, softcap=None, softcap_after_bias=False, alibi_slopes=None, sinks=None,
     lse_includes_sinks=True, dropout_mask=None, dropout_rate=0.0, score_mod=None, keep_weights=False, head_map="repeat",
+    indices=None, block_indices=None, block=None, duplicates="union",
 ):  # fmt: skip
     """q (..., h, q, d), k (..., g, k, d), v (..., g, k, e) in float64; a row without keys gives output 0 and lse -inf."""
     q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
@@ -39,6 +40,9 @@ def attention(
     lse = np.full((*lead, heads, rows), -np.inf)
     all_weights, all_logits = np.zeros(whole), np.full(whole, -np.inf)
     j = np.arange(columns)
+    lists = indices if indices is not None else block_indices
+    if lists is not None:
+        lists = np.broadcast_to(lists, (*lead, *lists.shape[-3:]))
     with np.errstate(all="ignore"):
         for b, batch in enumerate(np.ndindex(lead)):
             for h in range(heads):
@@ -65,9 +69,15 @@ def attention(
                         logits = softcap * np.tanh((logits + added) / softcap)
                     else:
                         logits = softcap * np.tanh(logits / softcap) + added
-                    all_logits[row] = np.where(hidden | (j >= real_columns[batch]), -np.inf, logits)
-
                     seen = visible[row] & ~hidden
+                    if lists is not None:
+                        whose = {1: 0, heads: h}.get(lists.shape[-3], g)
+                        listed = lists[(*batch, whose, i)].tolist()
+                        times = np.array([listed.count(n if block is None else n // block) for n in range(columns)])
+                        seen = seen & (times > 0)
+                        if duplicates == "multiset":
+                            logits = logits + np.log(np.maximum(times, 1))
+                    all_logits[row] = np.where(hidden | (j >= real_columns[batch]), -np.inf, logits)
                     everything = np.concatenate([logits[seen], sinks[h]])
                     maximum = everything.max(initial=-np.inf)
                     if maximum == -np.inf:  # no probability to share out

@@ -4,11 +4,11 @@ By part of the computation, one file each.  Mechanisms that are built on softmax
 """
 
 from refattn.mistakes.scaled_dot_product import (  # noqa: I001 - the order of the catalogue
-    diagonal, masks, lengths, logits, heads, softmax, sinks, lse, dropout, merging, places, exchanged, precision, backward,
+    diagonal, masks, lengths, logits, heads, listed, softmax, sinks, lse, dropout, merging, places, exchanged, precision, backward,
 )  # fmt: skip
 from refattn.mistakes.scaled_dot_product.base import catalogue
 
 __all__ = [
-    "backward", "catalogue", "diagonal", "dropout", "exchanged", "heads", "lengths", "logits", "lse", "masks", "merging", "places",
-    "precision", "sinks", "softmax",
+    "backward", "catalogue", "diagonal", "dropout", "exchanged", "heads", "lengths", "listed", "logits", "lse", "masks", "merging",
+    "places", "precision", "sinks", "softmax",
 ]  # fmt: skip
