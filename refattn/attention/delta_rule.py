@@ -333,12 +333,18 @@ def example(
     steps: int = 1,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Normal q (b,h,t,d), k and v of g heads; ``beta=True`` and others draw those options too.
+    """Normal q (b,h,t,d), k of min(h, g) heads, v of g; ``beta=True`` and others draw those options too.
 
     Without ``qk_norm`` keys are of length 1, so that a write does not grow what it replaces.
     """
     g, n = h if g is None else g, t * steps
-    shapes = {"q": (b, h, t, d), "k": (b, g, n, d), "v": (b, g, n, e), "beta": (b, g, n), "erase_key": (b, g, n, d)}
+    shapes = {
+        "q": (b, h, t, d),
+        "k": (b, min(h, g), n, d),
+        "v": (b, g, n, e),
+        "beta": (b, g, n),
+        "erase_key": (b, g, n, d),
+    }
     if steps != 1:
         settings["steps"] = steps
     given = drawn(

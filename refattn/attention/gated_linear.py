@@ -232,9 +232,9 @@ def example(
     strength: float = 1.0,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Normal q (b,h,t,d), k and v of g heads; ``decay=True`` and others draw those options too."""
+    """Normal q (b,h,t,d), k of min(h, g) heads, v of g; ``decay=True`` and others draw those options too."""
     g = h if g is None else g
-    given = {"q": (b, h, t, d), "k": (b, g, t, d), "v": (b, g, t, e), **decay_shapes(b=b, g=g, t=t, d=d, e=e)}
+    given = {"q": (b, h, t, d), "k": (b, min(h, g), t, d), "v": (b, g, t, e), **decay_shapes(b=b, g=g, t=t, d=d, e=e)}
     return drawn(rng, {**given, "bonus": (g, d)}, settings, required=("q", "k", "v"), strength=strength)
 
 

@@ -226,9 +226,9 @@ def example(
     strength: float = 1.0,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Normal q (b,h,t,d), k and v of g heads; remove is a unit vector and replace minus half of it, as in a model."""
+    """Normal q (b,h,t,d), k of min(h, g) heads, v of g; remove is a unit vector and replace minus half of it, as in a model."""
     g = h if g is None else g
-    shapes = {"q": (b, h, t, d), "k": (b, g, t, d), "v": (b, g, t, e), **decay_shapes(b=b, g=g, t=t, d=d, e=e)}
+    shapes = {"q": (b, h, t, d), "k": (b, min(h, g), t, d), "v": (b, g, t, e), **decay_shapes(b=b, g=g, t=t, d=d, e=e)}
     given = drawn(
         rng, {**shapes, "remove": (b, g, t, d)}, settings, required=("q", "k", "v", "remove"), strength=strength
     )

@@ -277,4 +277,5 @@ ssd_attention = mechanism(
     name="ssd_attention",
     differentiable=("x", "dt", "a", "b", "c", "skip", "dt_bias", "state"),
     outputs=("output", "state"),
+    primary=("x", "b", "c"),
 )

@@ -77,28 +77,48 @@ class Decays:
         return self._known["visible", strict]
 
     def between(self, strict: bool, before: bool, channels: slice = slice(None)) -> Any:
-        """exp(G_i - G_j) (..., i, j, n) of visible pairs, 0 of the others; with ``before`` exp(G_{i-1} - G_j)."""
+        """exp(G_i - G_j) of visible pairs, 0 of the others; with ``before`` exp(G_{i-1} - G_j).
+
+        (..., i, j), or (..., i, j, n) where channels decay each in its own way.
+        """
         key = (strict, before, channels.start, channels.stop)
-        if key in self._known:
-            return self._known[key]
-        xp, gamma = self.xp, self.gamma[..., channels]
-        row = xp.arange(gamma.shape[-2], device=device(gamma))
-        later = (row[:, None] > row[None, :])[..., None]
-        own = xp.expand_dims(gamma, axis=-2)
-        sums = xp.cumulative_sum(xp.where(later, own, xp.zeros_like(own)), axis=-3)
-        if before:
-            sums = xp.concat([xp.zeros_like(sums[..., :1, :, :]), sums[..., :-1, :, :]], axis=-3)
-        hidden = xp.asarray(-math.inf, dtype=gamma.dtype, device=device(gamma))
-        found = xp.exp(xp.where(self.visible(strict)[..., None], sums, hidden))
-        if not self.by_channel:
-            found = self._known[key] = found[..., 0]
-        return found
+        if key not in self._known:
+            xp = self.xp
+            found = self._products(channels) if self.by_channel else self._sums()
+            if before:
+                axis = -3 if self.by_channel else -2
+                above = found[..., :1, :, :] if self.by_channel else found[..., :1, :]
+                rows = found[..., :-1, :, :] if self.by_channel else found[..., :-1, :]
+                found = xp.concat([xp.zeros_like(above), rows], axis=axis)
+            if self.resets is not None:
+                seen = self.visible(strict)
+                found = hidden(seen[..., None] if self.by_channel else seen, found)
+            self._known[key] = found
+        return self._known[key]
+
+    def _sums(self) -> Any:
+        """exp of the sums of log decays behind j up to i, 0 for j > i."""
+        xp, gamma = self.xp, self.gamma[..., 0]
+        row = xp.arange(gamma.shape[-1], device=device(gamma))
+        own = gamma[..., :, None]
+        sums = xp.cumulative_sum(hidden(row[:, None] > row[None, :], own), axis=-2)
+        never = xp.asarray(-math.inf, dtype=gamma.dtype, device=device(gamma))
+        return xp.exp(xp.where(row[:, None] >= row[None, :], sums, never))
+
+    def _products(self, channels: slice) -> Any:
+        """The same as products of factors of at most 1: an exponential for each row and channel in place of each pair."""
+        xp, factors = self.xp, self.xp.exp(self.gamma[..., channels])
+        one, none = xp.ones_like(factors[..., :1, :]), xp.zeros_like(factors)
+        row, rows = one, [xp.concat([one, none[..., 1:, :]], axis=-2)]
+        for i in range(1, factors.shape[-2]):
+            row = xp.concat([row * factors[..., i : i + 1, :], one], axis=-2)
+            rows.append(xp.concat([row, none[..., i + 1 :, :]], axis=-2))
+        return xp.stack(rows, axis=-3)
 
     def slices(self, *arrays: Any) -> list[slice]:
         """Channels that are taken at once."""
         rows, heads = self.gamma.shape[-2], math.prod(np.broadcast_shapes(*(x.shape[:-2] for x in arrays)))
-        width = max(1, LARGE // max(1, rows * rows * heads))
-        n = self.gamma.shape[-1]
+        width, n = max(1, LARGE // max(1, rows * rows * heads)), self.gamma.shape[-1]
         return [slice(a, min(a + width, n)) for a in range(0, n, width)]
 
     # ------------------------------------------------------------------ the three operations
@@ -110,7 +130,7 @@ class Decays:
             found = 0
             for at in self.slices(x, y):
                 own = x[..., :, None, at] * self.between(strict, before, at)
-                found = found + self.xp.sum(own * y[..., None, :, at], axis=-1)
+                found = found + einsum("...ijd,...jd->...ij", own, y[..., at])
         else:
             found = einsum("...id,...jd->...ij", x, y) * self.between(strict, before)
         return hidden(self.visible(strict), found)
@@ -164,17 +184,21 @@ class Pull:
         if not decays.by_channel:
             weights = d_pairs * decays.between(strict, before)
             if self.wanted:
-                self._straddling(fold_pairs(d_pairs * pairs)[..., None], before)
+                self.pairs = self.pairs + self._straddle(fold_pairs(d_pairs * pairs)[..., None], before)
             return decays.seen(weights, y, strict=strict), decays.seen_from(weights, x, strict=strict)
         seen = decays.visible(strict)[..., None]
+        clean = bool(xp.all(xp.isfinite(x))) and bool(xp.all(xp.isfinite(y)))
         d_x, d_y, straddling = [], [], []
         for at in decays.slices(d_pairs, x, y):
             weights = d_pairs[..., None] * decays.between(strict, before, at)
-            left = hidden(seen, weights * y[..., None, :, at])
+            left, right = weights * y[..., None, :, at], weights * x[..., :, None, at]
+            if not clean:  # 0 times NaN
+                left, right = hidden(seen, left), hidden(seen, right)
             d_x.append(xp.sum(left, axis=-2))
-            d_y.append(fold(xp.sum(hidden(seen, weights * x[..., :, None, at]), axis=-3)))
+            d_y.append(fold(xp.sum(right, axis=-3)))
             if self.wanted:
-                straddling.append(self._straddle(fold_pairs(left * x[..., :, None, at], 4), before))
+                terms = left * x[..., :, None, at]
+                straddling.append(self._straddle(fold_pairs(terms if clean else hidden(seen, terms), 4), before))
         if self.wanted:
             self.pairs = self.pairs + xp.concat(straddling, axis=-1)
         return xp.concat(d_x, axis=-1), xp.concat(d_y, axis=-1)
@@ -227,17 +251,19 @@ class Pull:
         """Over the channels, where they share a decay."""
         return terms if self.decays.by_channel else self.decays.xp.sum(terms, axis=-1, keepdims=True)
 
-    def _straddling(self, terms: Any, before: bool) -> None:
-        self.pairs = self.pairs + self._straddle(terms, before)
-
     def _straddle(self, terms: Any, before: bool) -> Any:
         """sum of the pairs with j < t <= i (``before``: t < i), from terms (..., i, j, n)."""
-        xp = self.decays.xp
-        sums = xp.flip(xp.cumulative_sum(xp.flip(terms, axis=-3), axis=-3), axis=-3)
+        xp, shift = self.decays.xp, int(before)
+        if terms.shape[-1] != 1:
+            c = terms.shape[-2]
+            sums = [xp.sum(terms[..., t + shift :, :t, :], axis=(-3, -2)) for t in range(c)]
+            return xp.stack(sums, axis=-2)
+        terms = terms[..., 0]
+        sums = xp.flip(xp.cumulative_sum(xp.flip(terms, axis=-2), axis=-2), axis=-2)
         if before:
-            sums = xp.concat([sums[..., 1:, :, :], xp.zeros_like(sums[..., :1, :, :])], axis=-3)
-        row = xp.arange(sums.shape[-3], device=device(sums))
-        return xp.sum(hidden((row[:, None] > row[None, :])[..., None], sums), axis=-2)
+            sums = xp.concat([sums[..., 1:, :], xp.zeros_like(sums[..., :1, :])], axis=-2)
+        row = xp.arange(sums.shape[-2], device=device(sums))
+        return xp.sum(hidden(row[:, None] > row[None, :], sums), axis=-1, keepdims=True)
 
 
 def fold_pairs(x: Any, axis: int = 3) -> Any:
@@ -246,8 +272,9 @@ def fold_pairs(x: Any, axis: int = 3) -> Any:
 
 
 def hidden(seen: Any, x: Any) -> Any:
+    """x where it is seen, 0 elsewhere."""
     xp = namespace(x)
-    return xp.where(seen, x, xp.zeros_like(x))
+    return xp.where(seen, x, xp.zeros((), dtype=x.dtype, device=device(x)))
 
 
 def _from_here(rows: Any, own: bool) -> Any:

@@ -62,7 +62,8 @@ class Recurrence(Definition):
     @step
     def keys_of_heads(self):
         """For each state the head of an array with fewer of them, a function of how many it has."""
-        return lambda heads: head_of(self.states_of_values, heads, self.head_map)
+        states, head_map = self.states_of_values, self.head_map
+        return lambda heads: head_of(states, heads, head_map)
 
     # ------------------------------------------------------------------ reading the arguments
 

@@ -223,13 +223,16 @@ class qk_norm_eps_outside(DeltaRule):
     def reciprocal(self):
         if self.qk_norm is None:
             return super().reciprocal
-        return lambda x: inverse(np.sqrt((x * x).sum(-1, keepdims=True)) + self.norm_eps)
+        eps = self.norm_eps
+        return lambda x: inverse(np.sqrt((x * x).sum(-1, keepdims=True)) + eps)
 
     @step
     def along_length(self):
+        eps = self.norm_eps
+
         def found(x, y, d_y):
             n = np.sqrt((x * x).sum(-1, keepdims=True))
-            return y * (y * d_y).sum(-1, keepdims=True) * (n + self.norm_eps) * inverse(n)
+            return y * (y * d_y).sum(-1, keepdims=True) * (n + eps) * inverse(n)
 
         return found
 
@@ -300,7 +303,8 @@ class d_state_erase(DeltaRule):
 
     @step
     def erase_in_state(self):
-        return lambda d_change, t: 0.0 * self.erase_keys[..., t, :, None] * d_change[..., None, :]
+        erasing = self.erase_keys
+        return lambda d_change, t: 0.0 * erasing[..., t, :, None] * d_change[..., None, :]
 
 
 @catalogue.mistake(

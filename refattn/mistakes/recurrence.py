@@ -314,7 +314,9 @@ class state_lost_at_chunk(Recurrence):
 
 
 @catalogue.mistake(
-    why="The decay of the last chunk is read at the last row of a whole one, where nothing stands.", variants=CHUNKS
+    sides=("both", "forward"),
+    why="The decay of the last chunk is read at the last row of a whole one, where nothing stands.",
+    variants=CHUNKS,
 )
 class state_tail_decay(Recurrence):
     """of a short last chunk of {size} rows the final state lacks the decay"""
@@ -346,7 +348,11 @@ class state_tail_decay(Recurrence):
         return super().d_log_decay - np.where(self.tail, end, 0.0)
 
 
-@catalogue.mistake(why="The loop over chunks hands out the state that it entered the last one with.", variants=CHUNKS)
+@catalogue.mistake(
+    sides=("both", "forward"),
+    why="The loop over chunks hands out the state that it entered the last one with.",
+    variants=CHUNKS,
+)
 class state_without_last_chunk(Recurrence):
     """the final state leaves out the last chunk of {size} rows"""
 

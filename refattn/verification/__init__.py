@@ -132,6 +132,7 @@ def verify(
         options=fixed,
         jobs=jobs,
     ) as opened:
+        fixed |= {n: x for n, x in opened.conventions.fixed or () if n in chosen.options}
         accepted, why = opened.accepts(fixed)
         if not accepted:
             raise UsageError(f"options: {why}")

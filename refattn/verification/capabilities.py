@@ -23,14 +23,16 @@ SHAPE_CAPABILITIES = (
     "batch",
     "wide_channels",
     "long",
+    "value_groups",
+    "ragged_length",
 )
 
 
 def shape_capabilities(sizes: Mapping[str, int]) -> set[str]:
     """What a set of axis lengths asks for."""
-    b, h, g, q, k, d, e = (sizes.get(n) for n in "bhgqkde")
+    b, h, g, q, k, d, e, t = (sizes.get(n) for n in "bhgqkdet")
     asked = {
-        "grouped_heads": bool(g and h and g != h),
+        "grouped_heads": bool(g and h and g < h),
         "value_channels": bool(d and e and d != e),
         "one_query": q == 1,
         "more_queries": bool(q and k and q > k),
@@ -38,6 +40,8 @@ def shape_capabilities(sizes: Mapping[str, int]) -> set[str]:
         "batch": bool(b and b > 1),
         "wide_channels": max(d or 0, e or 0) > 128,
         "long": max(q or 0, k or 0) >= 2000,
+        "value_groups": bool(g and h and g > h),
+        "ragged_length": bool(g and t and not q and not k and t % 16),
     }
     return {n for n, x in asked.items() if x}
 
@@ -56,10 +60,12 @@ class Capabilities:
         Axis lengths that are known to be taken.
     requires
         Capabilities whose refusal is a mismatch.
+    recurrent
+        Heads may be unequal in two ways, and refusing one of them says nothing of the other.
     """
 
-    def __init__(self, limits: Limits, requires: Sequence[str] = ()) -> None:
-        self.limits, self.requires = limits, tuple(requires)
+    def __init__(self, limits: Limits, requires: Sequence[str] = (), *, recurrent: bool = False) -> None:
+        self.limits, self.requires, self.recurrent = limits, tuple(requires), recurrent
         self._answered: set[str] = set()
         self._refused: dict[str, str] = {}
 
@@ -70,10 +76,12 @@ class Capabilities:
     def refuse(self, name: str, why: str, *, known: bool = False) -> None:
         """It is not taken; shapes that ask for it are changed or left out from now on."""
         self._refused[name] = why
-        if name == "grouped_heads":
+        if name == "grouped_heads" and not self.recurrent:
             self.limits = self.limits.with_equal("h", "g")
         elif name == "value_channels":
             self.limits = self.limits.with_equal("d", "e")
+        elif name == "ragged_length":
+            self.limits = dataclasses.replace(self.limits, multiples={**self.limits.multiples, "t": 16})
         elif name == "unequal_lengths":
             self.limits = self.limits.with_equal("q", "k")
         elif name == "batch":

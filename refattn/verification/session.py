@@ -17,6 +17,7 @@ from refattn.verification.diagnosis import JudgedCall
 from refattn.verification.errors import UsageError
 from refattn.verification.limits import Limits
 from refattn.verification.probes import Entry, Impossible, Plan, Probe, redraw
+from refattn.verification.probes.recurrences import recurrent_features
 from refattn.verification.question import Question
 from refattn.verification.report import Row
 from refattn.verification.truth import ReferenceNaNError, Truth, truth_of
@@ -81,7 +82,9 @@ class Session:
         self.fixed, self.backend, self.progress, self.seed = dict(fixed or {}), backend, progress, seed
         self.seconds, self.memory = seconds, memory
         self.takes = frozenset(n for n in CONVENTION_OPTIONS if candidate.takes(n))
-        self.capabilities = Capabilities(limits or Limits(), requires)
+        self.capabilities = Capabilities(
+            limits or Limits(), requires, recurrent=bool(recurrent_features(mechanism.name))
+        )
         if candidate.conventions.channels == "equal":
             self.capabilities.refuse("value_channels", "the conventions declare equal channels", known=True)
         self.plan = Plan(
@@ -508,6 +511,16 @@ class Session:
                 absent.append(name)
         return absent
 
+    def _narrow_state(self, state: Any, truth: Truth) -> str:
+        """What is wrong with the dtype of a recurrence's state: it is computed on with, so it must not be narrower than that."""
+        if not recurrent_features(self.mechanism.name) or state is None or not arrays.is_real_floating(state.dtype):
+            return ""
+        due = "float32" if arrays.is_half(truth.question.dtype) else truth.question.dtype
+        declared = self.candidate.conventions.state_dtype
+        narrow = arrays.itemsize(state.dtype) < arrays.itemsize(due)
+        allowed = declared is not None and arrays.itemsize(state.dtype) >= arrays.itemsize(declared)
+        return f"dtype {state.dtype.name}, expected {due}" if narrow and not allowed else ""
+
     def _judgements(
         self, call: Call, truth: Truth, outcome: Outcome, got: dict[str, np.ndarray], leak: bool = False
     ) -> list[Judgement]:
@@ -519,6 +532,9 @@ class Session:
             exact = name == "output" or (name.startswith("d_") and isinstance(given, np.ndarray))
             like = next(x for x in call.arrays.values() if x is not None) if name == "output" else given
             wanted = getattr(like, "dtype", None)
+            if name == "state" and (late := self._narrow_state(got.get(name), truth)):
+                judgements.append(Judgement(name, "mismatch", np.inf, np.inf, says=late))
+                continue
             verdict = judge(name, got.get(name), truth, dtype=wanted if exact else None, leak=leak)
             if name.startswith("d_") and got.get(name) is None:
                 missing = outcome.backward_failed or (own in outcome.due and "absent: the library gives no gradient")

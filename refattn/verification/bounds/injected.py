@@ -31,6 +31,9 @@ SHRINK = 2.0**-6
 FLOAT64 = 2.0**-30
 """Unit roundoff that is injected in place of float64's."""
 
+FORGETS = -1e4
+"""A log decay that leaves nothing, in place of -inf."""
+
 SLOW = 4
 """A way of computing that takes so many times the operations of another one runs only once."""
 
@@ -119,6 +122,8 @@ def _inside(xp: Any, name: str, x: Any) -> Any:
         return type(x)(_inside(xp, name, y) for y in x)
     if not isinstance(x, np.ndarray):
         return x
+    if name.endswith("decay"):  # an error of an infinite number is no number; this one forgets as much
+        x = np.where(np.isneginf(x), FORGETS, x)
     return x.tolist() if name in _HOST else xp.asarray(x)
 
 

@@ -33,7 +33,13 @@ from refattn.verification.errors import Unsupported, UsageError
 
 __all__ = ["Adapter"]
 
-_HEAD_ARRAYS = ("q_global", "k_global", "v_global")  # options with axes (b, h, l, d), beside the positional arrays
+_HEAD_ARRAYS = ("q_global", "k_global", "v_global", "channel_decay", "erase_key", "remove", "replace")
+"""Options with axes (b, h, l, d), beside the positional arrays."""
+_TOKEN_ARRAYS = ("decay", "beta", "dt")
+"""Arrays with axes (b, h, l)."""
+_OURS = {"final_state": "state", "final_states": "state", "present_state": "state", "o": "output"}
+"""Our names of results that go by others."""
+_STATE_COTANGENTS = ("d_state", "dht", "d_final_state", "d_final_states", "d_present_state")
 _MEMORY_WORDS = ("can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "RESOURCE_EXHAUSTED")
 _TRACEBACK = 4000
 
@@ -83,7 +89,12 @@ class Adapter:
         self.preset, self.notes = self._find_preset(mechanism, declared, bool(rename))
         self.conventions = declared
         if self.preset is not None and declared.preset is None:
-            self.conventions = dataclasses.replace(self.preset.conventions, **declared.declared())
+            self.conventions = dataclasses.replace(self.preset.conventions, **declared.given())
+        by_name = self.preset is not None and self.preset.by_name
+        if by_name:
+            self.signature = Signature.of(function, 0)
+        built_in = (*built_in, *dict(self.conventions.fixed or ()))
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self.framework_name, self.framework = self._choose_framework(framework)
         self.layout = self._choose_layout(layout)
         self.acceptance = Acceptance(
@@ -94,26 +105,30 @@ class Adapter:
             supports=None if supports is None else tuple(supports),
             built_in=tuple(built_in),
         )
-        self.backward_signature = None if backward is None else Signature.of(backward, len(self.positional) + 1)
+        arrays = 0 if by_name else len(self.positional)
+        self.backward_signature = None if backward is None else Signature.of(backward, arrays + 1)
 
     # ------------------------------------------------------------------ what it is
 
     def _find_preset(self, mechanism: str, declared: Conventions, renamed: bool) -> tuple[Preset | None, list[str]]:
         """The preset whose signature the candidate has, and how it was found."""
         self._library = _library_function(self.function)
-        if mechanism != "scaled_dot_product_attention":
+        if not any(mechanism in p.mechanisms for p in PRESETS.values()):
             return None, []
         if self._library:
             return PRESETS[self._library], [f"called as {PRESETS[self._library].says}"]
         explicit = PRESETS[declared.preset] if declared.preset else None
-        if renamed:
+        if explicit is not None and mechanism not in explicit.mechanisms:
+            says = f"conventions: {explicit.says} are no signature of {mechanism}"
+            raise UsageError(f"{says}; they have {', '.join(explicit.mechanisms)}")
+        if renamed and mechanism == "scaled_dot_product_attention":
             return None, []
         if self.signature is None:
             return explicit, []
         names = self._all_names()
         if explicit is not None and explicit.speaks(names):
             return explicit, [f"called as {explicit.says}"]
-        found = detect(names)
+        found = detect(names, mechanism)
         if found is None:
             return None, []
         return PRESETS[found], [f"its parameter names are those of {PRESETS[found].says}; called that way"]
@@ -214,6 +229,7 @@ class Adapter:
         options |= self._required({**call.arrays, **options})
         nested = {**call.arrays, **options}
         given = files.flat(nested)
+        self._shapes = {n: np.shape(x) for n, x in given.items() if isinstance(x, np.ndarray)}
         original = {n: self.turn_in(n, x) for n, x in given.items() if isinstance(x, np.ndarray)}
         writeable = writeable or self.framework_name != "numpy"  # NumPy alone knows read-only memory
         host = {n: files.clone(x, writeable=writeable) for n, x in original.items()}
@@ -302,9 +318,18 @@ class Adapter:
         options = {n: x for n, x in handed.items() if n not in arrays}
         if self.preset is None:
             return list(arrays.values()), {self.acceptance.rename.get(n, n): x for n, x in options.items()}
+        for name in self.preset.requires.get(self.mechanism, ()):
+            if name not in options:
+                raise Unsupported(f"{self.preset.says} is not called without {name}")
         names = signature.names if signature is not None else dict.fromkeys(self.preset.parameters)
-        call = self.preset.translate(options, arrays, names)
-        return list(arrays.values()), call
+        named = {self.acceptance.rename[n]: x for n, x in options.items() if n in self.acceptance.rename}
+        rest = {n: x for n, x in options.items() if n not in self.acceptance.rename}
+        call = {**self.preset.translate(rest, arrays, names), **named}
+        if self.preset.arrays and signature is not None:
+            for theirs, default in signature.names.items():
+                if default is inspect.Parameter.empty and theirs not in call and theirs not in _STATE_COTANGENTS:
+                    raise Unsupported(f"its signature requires {theirs}, which this call leaves out")
+        return ([] if self.preset.by_name else list(arrays.values())), call
 
     def _fields(self, handed: Mapping[str, Any]) -> dict[str, Any]:
         """Call the candidate and name what it returns; arrays of the framework, in the candidate's layout."""
@@ -332,9 +357,10 @@ class Adapter:
 
     def _named(self, returned: Any) -> dict[str, Any]:
         if isinstance(returned, Mapping):
-            return {str(n): x for n, x in returned.items() if x is not None}
+            return {_OURS.get(str(n), str(n)): x for n, x in returned.items() if x is not None}
         if isinstance(returned, (tuple, list)):
-            names = self.preset.results if self.preset else ("output", "lse")
+            known = mechanisms[self.mechanism].outputs if self.mechanism in mechanisms else ()
+            names = self.preset.results if self.preset else known if len(known) > 1 else ("output", "lse")
             if len(returned) > len(names) and not self.preset:
                 raise TypeError(f"it returned {len(returned)} values: expected the output, (output, lse) or a dict")
             named = dict(zip(names, returned, strict=False))
@@ -361,6 +387,11 @@ class Adapter:
             if name != "output" and signature is not None and f"d_{name}" in signature.names:
                 options[f"d_{name}"] = x
                 applied.append(name)
+            elif name == "state" and signature is not None:
+                theirs = next((n for n in _STATE_COTANGENTS if n in signature.names), None)
+                if theirs is not None:
+                    options[theirs] = x
+                    applied.append(name)
         for theirs, default in signature.names.items() if signature is not None else ():
             if default is inspect.Parameter.empty and theirs.startswith("d_") and theirs not in options:
                 return Pulled(remark=f"backward: its signature requires {theirs}, which this call leaves out")
@@ -370,7 +401,7 @@ class Adapter:
             brought["output"] = self.framework.bring(np.zeros(self._output_shape(handed), dtype=self._dtype(handed)))
         try:
             returned = self.backward(brought["output"], *arrays, **options)
-            gradients = self._named_gradients(returned, [n for n in self.positional if n in handed])
+            gradients = self._named_gradients(returned, self._gradient_order(handed, cotangents))
         except NotImplementedError as error:
             return Pulled(remark=f"backward: {str(error) or 'NotImplementedError'}")
         except (MemoryError, KeyboardInterrupt):
@@ -379,9 +410,28 @@ class Adapter:
             return Pulled(applied=tuple(applied), failed=f"the backward raised {type(error).__name__}: {error}")
         return Pulled(gradients, tuple(applied))
 
+    def _gradient_order(self, handed: Mapping[str, Any], cotangents: Mapping[str, Any]) -> list[str]:
+        """What a tuple of gradients holds: the arrays, then the differentiable options that were passed, as the signature has them."""
+        arrays = [n for n in self.positional if n in handed]
+        if self.signature is None or self.mechanism not in mechanisms:
+            return arrays
+        ours = self._our_names(list(handed))
+        options = [ours.get(n, n) for n in self.signature.names]
+        if self.preset is not None and self.preset.by_name:
+            arrays = []
+        return arrays + [n for n in options if n in handed and n in mechanisms[self.mechanism].differentiable]
+
+    def _our_names(self, handed: Sequence[str]) -> dict[str, str]:
+        """Our names by theirs; where one of theirs stands for several, that of what was handed over."""
+        pairs: list[tuple[str, str]] = list(self.acceptance.rename.items())
+        if self.preset is not None:
+            pairs = [*self.preset.arrays.items(), *self.preset.names.items(), *pairs]
+        pairs.sort(key=lambda pair: pair[0] in handed or pair[0] in self.acceptance.rename)
+        return {theirs: ours for ours, theirs in pairs}
+
     def _named_gradients(self, returned: Any, names: Sequence[str]) -> dict[str, Any]:
         if isinstance(returned, Mapping):
-            ours = {theirs: n for n, theirs in self.acceptance.rename.items()}
+            ours = self._our_names(names)
             return {ours.get(str(n), str(n)): g for n, g in returned.items() if g is not None}
         if not isinstance(returned, (tuple, list)):
             returned = (returned,)
@@ -406,19 +456,43 @@ class Adapter:
 
     def turn_in(self, name: str, x: np.ndarray) -> np.ndarray:
         """An input in the candidate's axis order: a plain array stays plain, a strided one keeps its memory."""
+        if name.removeprefix("d_") == "state":
+            return self._state(x)
         layout = self.layout if "b" in self.layout else "b" + self.layout
-        if x.ndim != 4 or layout == "bhld" or not (name in self.positional or name in _HEAD_ARRAYS):
+        if x.ndim == 3 and name in _TOKEN_ARRAYS and layout.index("l") < layout.index("h"):
+            x = np.ascontiguousarray(x.swapaxes(1, 2))
+        if x.ndim != 4 or layout == "bhld" or not self._has_heads(name):
             return x
         turned = x.transpose(["bhld".index(c) for c in layout])
         if not x.flags.c_contiguous:
             return turned
         turned = np.ascontiguousarray(turned)
+        if self.preset is not None and self.preset.packed:
+            turned = turned.reshape(*turned.shape[:2], -1)
         turned.flags.writeable = x.flags.writeable
         return turned
 
+    def _has_heads(self, name: str) -> bool:
+        return name in self.positional or name in _HEAD_ARRAYS
+
+    def _state(self, x: np.ndarray) -> np.ndarray:
+        """A recurrence's state between our layout (d, e) and the candidate's: the same both ways."""
+        return np.ascontiguousarray(x.swapaxes(-1, -2)) if self.conventions.state_layout == "ed" and x.ndim > 2 else x
+
+    def _unpacked(self, x: np.ndarray, heads: int) -> np.ndarray:
+        """(b, l, h d) as (b, l, h, d)."""
+        return x.reshape(*x.shape[:2], heads, -1) if x.ndim == 3 and heads and not x.shape[-1] % heads else x
+
     def turn_out(self, name: str, x: np.ndarray) -> np.ndarray:
+        if name == "state":
+            return self._state(x)
         layout = self.layout if "b" in self.layout else "b" + self.layout
-        if x.ndim != 4 or not (name in self.positional or name in _HEAD_ARRAYS):
+        shape = self._shapes.get(name, ())
+        if len(shape) == 3 and x.ndim == 3 and name in _TOKEN_ARRAYS and layout.index("l") < layout.index("h"):
+            return x.swapaxes(1, 2)
+        if self.preset is not None and self.preset.packed and len(shape) == 4:
+            x = self._unpacked(x, shape[1])
+        if x.ndim != 4 or not self._has_heads(name):
             return x
         return x.transpose([layout.index(c) for c in "bhld"])
 
@@ -431,10 +505,18 @@ class Adapter:
         return "bhq", layout if "b" in layout else "b" + layout
 
     def result_in(self, name: str, x: np.ndarray) -> np.ndarray:
+        if name == "state":
+            return self._state(x)
         ours, theirs = self.result_layout(name)
-        return x.transpose([ours.index(c) for c in theirs]) if x.ndim == len(ours) else x
+        turned = x.transpose([ours.index(c) for c in theirs]) if x.ndim == len(ours) else x
+        packed = self.preset is not None and self.preset.packed and turned.ndim == 4
+        return turned.reshape(*turned.shape[:2], -1) if packed else turned
 
     def result_out(self, name: str, x: np.ndarray) -> np.ndarray:
+        if name == "state":
+            return self._state(x)
+        if self.preset is not None and self.preset.packed and name == "output":
+            x = self._unpacked(x, max(self._shapes[n][1] for n in self.positional if n in self._shapes))
         ours, theirs = self.result_layout(name)
         return x.transpose([theirs.index(c) for c in ours]) if x.ndim == len(ours) else x
 

@@ -65,8 +65,8 @@ class Acceptance:
         if self.supports is not None and name not in self.supports:
             return f"{name} is not among the options that are supported"
         if self.preset is not None:
-            theirs = PRESETS[self.preset].names.get(name)
-            if theirs is None:
+            theirs = self.rename.get(name) or PRESETS[self.preset].names.get(name)
+            if theirs is None or (name not in self.rename and theirs in self.rename.values()):
                 return f"{PRESETS[self.preset].says} has no {name}"
             known = self.names is None or theirs in self.names or self.any
             return None if known else f"its signature has no {theirs}"

@@ -1,9 +1,22 @@
 """The record of what an implementation does by design, and how a user's words become one."""
 
 import dataclasses
+import math
 from typing import Any, Literal
 
-__all__ = ["APPROXIMATED", "CHOICES", "CONVENTION_OPTIONS", "DEFAULTS", "Conventions", "alternatives"]
+import numpy as np
+
+__all__ = [
+    "APPROXIMATED",
+    "BUILT_IN",
+    "CHOICES",
+    "CONVENTION_OPTIONS",
+    "DEFAULTS",
+    "Conventions",
+    "alternatives",
+    "decay_of",
+    "kda_gate",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +57,19 @@ class Conventions:
         tuple of pairs.
     scores
         "storage": logits and weights are rounded to the dtype of the inputs between the steps.
+    state_layout
+        States of recurrences with the key channel first ("de") or the value channel.
+    log_base
+        Base of the powers that log decays of recurrences are exponents of.
+    state_dtype
+        A state may be answered in this dtype though it is narrower than the one computed in.
+    gate
+        What stands in the place of a log decay: itself ("log"), w with the log decay -exp(w) ("exp"), or what Kimi's bounded gate
+        takes ("kda", see :func:`kda_gate`).
+    beta
+        Betas as they are ("plain"), or what a sigmoid is taken of ("logit").
+    fixed
+        Options that are built in, with their values, kept as a tuple of pairs: they are not handed over.
     preset
         Name of the preset this record came from.
     """
@@ -66,12 +92,23 @@ class Conventions:
     compute: Literal["float32", "tf32", "bfloat16", "float16"] | None = None
     allow: tuple[tuple[str, float], ...] | None = None
     scores: Literal["storage"] | None = None
+    state_layout: Literal["de", "ed"] | None = None
+    log_base: Literal["e", "2"] | None = None
+    state_dtype: Literal["float16", "bfloat16", "float32"] | None = None
+    gate: Literal["log", "exp", "kda"] | None = None
+    beta: Literal["plain", "logit"] | None = None
+    fixed: tuple[tuple[str, Any], ...] | None = None
     preset: str | None = None
 
     def declared(self) -> dict[str, Any]:
         """The fields that are not None."""
-        found = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        found = self.given()
+        found |= dict(found.pop("fixed", ()))
         return found | {"allow": dict(found["allow"])} if "allow" in found else found
+
+    def given(self) -> dict[str, Any]:
+        """The fields that are not None, as they are kept."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     def effective(self, name: str) -> Any:
         """The declared value of a field, else refattn's own."""
@@ -97,13 +134,21 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "channels": ("equal",),
     "compute": ("float32", "tf32", "bfloat16", "float16"),
     "scores": ("storage",),
+    "state_layout": ("de", "ed"),
+    "log_base": ("e", "2"),
+    "state_dtype": ("float16", "bfloat16", "float32"),
+    "gate": ("log", "exp", "kda"),
+    "beta": ("plain", "logit"),
 }
+
+BUILT_IN = ("activation", "dt_softplus", "form", "norm_eps", "qk_norm", "read", "scale")
+"""Options that a kernel may have built in, so that they stand among its conventions."""
 
 APPROXIMATED = ("tanh", "exp", "sum")
 """What may have a relative error of its own: two functions, and every partial sum."""
 
 DEFAULTS: dict[str, Any] = {
-    name: choices[0] for name, choices in CHOICES.items() if len(choices) > 1 and name != "compute"
+    name: choices[0] for name, choices in CHOICES.items() if len(choices) > 1 and name not in ("compute", "state_dtype")
 }
 """What the reference does where nothing is declared."""
 
@@ -133,6 +178,24 @@ _CLASSES: dict[tuple[str, Any], str] = {
     ("alibi", "signed"): "alibi_signed",
     ("alibi", "absolute"): "alibi_absolute",
 }
+
+
+def kda_gate(h: int, d: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """Parameters that a kernel with Kimi's bounded gate inside is given: a_log (h,), bias (h,d), the lower bound."""
+    return np.float32(np.linspace(-0.5, 0.4, h)), np.float32(0.3 * np.cos(np.arange(h * d)).reshape(h, d)), -5.0
+
+
+def decay_of(gate: str | None, base: str | None, x: Any) -> tuple[Any, Any]:
+    """The log decay that a candidate makes of x, and its derivative."""
+    if gate == "exp":
+        return -np.exp(x), -np.exp(x)
+    if gate == "kda":
+        a_log, bias, low = kda_gate(x.shape[-3], x.shape[-1])
+        factor = np.exp(a_log.astype(np.float64))[:, None, None]
+        s = 1 / (1 + np.exp(-factor * (x + bias.astype(np.float64)[:, None, :])))
+        return low * s, low * s * (1 - s) * factor
+    scale = math.log(2.0) if base == "2" else 1.0
+    return scale * x, np.full(np.shape(x), scale)
 
 
 def alternatives(conventions: Conventions) -> list[tuple[str, Conventions]]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from refattn import arrays as array_tools
 from refattn.records import Result
-from refattn.verification.conventions.record import CONVENTION_OPTIONS, Conventions
+from refattn.verification.conventions.record import CONVENTION_OPTIONS, Conventions, decay_of
 
 __all__ = [
     "gradients_open",
@@ -74,7 +74,21 @@ def reference_arguments(
         signed = _signed_alibi(slopes, distance(arrays, settled))
         bias = settled.get("bias")
         settled["bias"] = signed if bias is None else np.asarray(bias).astype(signed.dtype) + signed
+    if "channel_decay" in known:
+        for name in ("decay", "channel_decay"):
+            if isinstance(settled.get(name), np.ndarray) and _gated(conventions):
+                settled[name] = decay_of(conventions.gate, conventions.log_base, _wide(settled[name]))[0]
+        if conventions.beta == "logit" and isinstance(settled.get("beta"), np.ndarray):
+            settled["beta"] = 1 / (1 + np.exp(-_wide(settled["beta"])))
     return {**arrays, **settled}
+
+
+def _gated(conventions: Conventions) -> bool:
+    return conventions.gate not in (None, "log") or conventions.log_base == "2"
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float64)
 
 
 def reference_cotangents(cotangents: Mapping[str, Any], conventions: Conventions) -> dict[str, Any]:
@@ -131,6 +145,13 @@ def reference_gradients(
         The probe's own options, before the conventions.
     """
     wanted = {n: np.array(array_tools.to_numpy(x)) for n, x in gradients.items()}
+    for name in ("decay", "channel_decay"):
+        if name in wanted and _gated(conventions) and isinstance(options.get(name), np.ndarray):
+            slope = decay_of(conventions.gate, conventions.log_base, _wide(options[name]))[1]
+            wanted[name] = wanted[name] * slope
+    if "beta" in wanted and conventions.beta == "logit":
+        s = 1 / (1 + np.exp(-_wide(np.asarray(options["beta"]))))
+        wanted["beta"] = wanted["beta"] * s * (1 - s)
     slopes = options.get("alibi_slopes")
     if slopes is not None and conventions.alibi == "signed" and "bias" in wanted:
         d_bias = wanted.pop("bias")

@@ -17,6 +17,15 @@ __all__ = ["Draft", "Feature", "Impossible", "Level", "build", "sizes_of"]
 MARGIN = 1e-5
 """A probe of a mechanism that chooses keeps all its choices this far apart: some hundred roundings of float32."""
 
+WIDE = ("state", "decay", "channel_decay", "head_decay", "beta", "dt", "a", "dt_bias")
+"""Arguments of recurrences that stay float32 beside arrays of 16 bits."""
+RECURRENCES = ("gated_linear_attention", "delta_rule_attention", "rwkv7_attention", "ssd_attention")
+
+
+def wide_arguments(name: str) -> tuple[str, ...]:
+    return WIDE if name in RECURRENCES else ()
+
+
 _POSITIONED = ("causal", "window", "alibi_slopes")
 
 
@@ -227,6 +236,7 @@ def _finished(draft: Draft, name: str, says: str) -> Probe:
         poison=draft.poison,
         forms=tuple(draft.forms),
         named=tuple(draft.named),
+        wide=wide_arguments(mechanism.name),
     )
 
 

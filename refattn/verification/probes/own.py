@@ -12,6 +12,7 @@ import numpy as np
 from refattn.mechanism import Mechanism
 from refattn.verification.probes.draft import Draft, Feature, Impossible, Level
 from refattn.verification.probes.features import OFF, SHAPES, shared_features
+from refattn.verification.probes.recurrences import RECURRENT_SHAPES, recurrent_features
 
 __all__ = ["features_of"]
 
@@ -391,16 +392,18 @@ _OWN: dict[str, tuple[Feature, ...]] = {
 def features_of(mechanism: Mechanism) -> dict[str, Feature]:
     """Every feature of a mechanism by name, ``shape`` first; the mechanism's own take the place of shared ones."""
     scores = "mask" in mechanism.options and ("causal" in mechanism.options or "align" in mechanism.options)
-    own = {f.name: f for f in _OWN.get(mechanism.name, ())}
+    recurrent = recurrent_features(mechanism.name)
+    own = {f.name: f for f in (*_OWN.get(mechanism.name, ()), *recurrent)}
     shapes = (
         SHAPES
         if scores and mechanism.name not in ("lsh_attention", "transformer_xl_attention", "synthesizer_attention")
         else GENERAL
     )
+    shapes = RECURRENT_SHAPES if recurrent else shapes
     found = {"shape": Feature("shape", _distinct(mechanism, shapes))}
     found |= {n: f for n, f in shared_features(mechanism).items() if n not in own}
     found |= own
-    if mechanism.name not in _OWN:
+    if mechanism.name not in _OWN and not recurrent:
         for name, parameter in inspect.signature(mechanism).parameters.items():
             if isinstance(parameter.default, bool) and name not in ("keep_weights", *found):
                 flipped = {name: not parameter.default}

@@ -55,6 +55,8 @@ class Probe:
         Conventions that the candidate's signature must name for this probe to make sense.
     forms : tuple of str
         Forms of options that many implementations do not have: capabilities of their own.
+    wide : tuple of str
+        Arguments that are float32 where the others are of fewer bits.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Probe:
     poison: bool = False
     named: tuple[str, ...] = ()
     forms: tuple[str, ...] = ()
+    wide: tuple[str, ...] = ()
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -94,11 +97,9 @@ class Probe:
         output has at least float32: so has the lse.
         """
         kind = storage_dtype(dtype)
-        arguments = {
-            n: in_memory(_round(x, kind), self.memory) if n in self.positional else _round(x, kind)
-            for n, x in self.arguments.items()
-        }
         wide = np.dtype(np.float32) if arrays.is_half(dtype) else kind
+        rounded = {n: _round(x, wide if n in self.wide else kind) for n, x in self.arguments.items()}
+        arguments = {n: in_memory(x, self.memory) if n in self.positional else x for n, x in rounded.items()}
         cotangents = {n: _round(x, kind if n == "output" else wide) for n, x in self.cotangents.items()}
         form = self.memory_of_cotangents
         return arguments, {n: in_memory(x, form) if n == "output" else x for n, x in cotangents.items()}

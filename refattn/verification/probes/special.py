@@ -14,6 +14,7 @@ import numpy as np
 from refattn.mechanism import Mechanism
 from refattn.verification.probes.draft import Draft, Feature, Impossible, Level
 from refattn.verification.probes.features import OFF, random_mask
+from refattn.verification.probes.recurrences import RECURRENT_VALUES, recurrent_recipes
 
 __all__ = ["special_recipes", "values_feature"]
 
@@ -200,7 +201,7 @@ def _is_dense(mechanism: Mechanism) -> bool:
 
 def values_feature(mechanism: Mechanism) -> Feature:
     """The chosen values that a mechanism can have."""
-    levels = _DENSE if _is_dense(mechanism) else _GENERAL
+    levels = RECURRENT_VALUES.get(mechanism.name) or (_DENSE if _is_dense(mechanism) else _GENERAL)
     fitting = {n: x for n, x in levels.items() if all(o in mechanism.options for o in x.options)}
     if mechanism.name not in ("efficient_attention",):
         fitting.pop("raised", None)
@@ -213,6 +214,8 @@ Recipe = tuple[str, dict[str, str], dict[str, int]]
 
 def special_recipes(mechanism: Mechanism, features: Mapping[str, Any]) -> list[Recipe]:
     """The recipes that a covering array would not find."""
+    if mechanism.name in RECURRENT_VALUES:
+        return recurrent_recipes(mechanism.name, features)
     if not _is_dense(mechanism):
         found: list[Recipe] = [(n, {"values": n}, {}) for n in features["values"].levels if n != "drawn"]
         return found + _own_recipes(mechanism, features)

@@ -4,23 +4,41 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from refattn.verification.conventions.presets import flash_attn, flashinfer, hf, jax, onnx, torch
+from refattn.verification.conventions.presets import (
+    fla,
+    fla_head_first,
+    flash_attn,
+    flashinfer,
+    flashkda,
+    hf,
+    hf_gdn,
+    jax,
+    mamba,
+    onnx,
+    onnx_linear,
+    rwkv,
+    torch,
+)
 from refattn.verification.conventions.presets.preset import LSE_SWITCHES, Preset
-from refattn.verification.conventions.record import APPROXIMATED, CHOICES, Conventions
+from refattn.verification.conventions.record import APPROXIMATED, BUILT_IN, CHOICES, Conventions
 from refattn.verification.errors import UsageError
 
 __all__ = ["LSE_SWITCHES", "PRESETS", "Preset", "detect", "resolve"]
 
 PRESETS: dict[str, Preset] = {
-    module.PRESET.name: module.PRESET for module in (torch, jax, flash_attn, flashinfer, onnx, hf)
+    module.PRESET.name: module.PRESET
+    for module in (
+        *(torch, jax, flash_attn, flashinfer, onnx, hf),
+        *(flashkda, hf_gdn, onnx_linear, mamba, rwkv, fla, fla_head_first),
+    )
 }
 """By name; the first one whose signs fit a signature is taken."""
 
 
-def detect(parameters: Sequence[str]) -> str | None:
-    """Name of the preset whose signature these parameter names are, or None."""
-    names = set(parameters)
-    return next((p.name for p in PRESETS.values() if any(sign <= names for sign in p.signs)), None)
+def detect(parameters: Sequence[str], mechanism: str = "scaled_dot_product_attention") -> str | None:
+    """Name of the preset of a mechanism whose signature these parameter names are, or None."""
+    names, known = set(parameters), [p for p in PRESETS.values() if mechanism in p.mechanisms]
+    return next((p.name for p in known if any(sign <= names for sign in p.signs)), None)
 
 
 def resolve(given: "Conventions | Mapping[str, Any] | str | None") -> Conventions:
@@ -41,13 +59,18 @@ def resolve(given: "Conventions | Mapping[str, Any] | str | None") -> Convention
     name = fields.pop("preset", None)
     if name is not None and name not in PRESETS:
         raise UsageError(f"conventions: there is no preset {name!r}; the presets are {', '.join(PRESETS)}")
+    built_in = {n: fields.pop(n) for n in BUILT_IN if n in fields}
+    if built_in:
+        fields["fixed"] = tuple(built_in.items())
     for field, value in fields.items():
+        if field == "fixed":
+            continue
         if field == "allow":
             fields[field] = _allowed(value)
             continue
         if field not in CHOICES:
             raise UsageError(f"conventions: there is no field {field!r}; the fields are {', '.join(CHOICES)}, allow")
-        if field == "lse_base":
+        if field in ("lse_base", "log_base"):
             fields[field] = value = str(value)
         if value not in CHOICES[field]:
             raise UsageError(

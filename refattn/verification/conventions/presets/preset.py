@@ -19,7 +19,10 @@ class Preset:
     ``names`` maps the options of refattn that it can express to its parameters; ``translate(options, arrays, has)`` gives the keyword
     arguments for arrays of the framework (``has``: the candidate's parameters with their defaults) and raises
     Unsupported for combinations.  ``signs`` are groups of parameter names, any of which, complete, tells the signature;
-    ``results`` names the fields of a returned tuple; ``batched=False``: the signature has no batch axis.
+    ``results`` names the fields of a returned tuple; ``batched=False``: the signature has no batch axis.  ``mechanisms`` are
+    those that have this signature; ``arrays`` its names of the arrays by position, which ``by_name`` hands over by name;
+    ``packed``: heads and channels are one axis;
+    ``requires``: options, by mechanism, without which there is no call.
     """
 
     name: str
@@ -35,6 +38,11 @@ class Preset:
     output_layout: str | None = None
     lse_layout: str = "bhq"
     batched: bool = True
+    mechanisms: tuple[str, ...] = ("scaled_dot_product_attention",)
+    arrays: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    by_name: bool = False
+    packed: bool = False
+    requires: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def speaks(self, parameters: Iterable[str]) -> bool:
         """Whether a signature has a name that is this library's and not refattn's."""

@@ -1,0 +1,43 @@
+"""The verifier on kernels of the recurrences: passes the right ones, names what is wrong."""
+
+import pytest
+from verification.recurrent_state_kernels import delta, gated, rwkv7, ssd
+
+import refattn as ra
+
+SMALL = "b=1,h=2,g=2,t=20,d=4,e=3"  # the probes of these sizes alone: seconds in place of a minute
+SIZES = {"group_tile": "b=1,h=4,g=2,t=20,d=4,e=3", "state_lost_at_chunk": "b=1,h=1,g=1,t=70,d=4,e=3"}
+
+KERNELS = {
+    "gated_linear_attention": (
+        gated,
+        ("decay_base", "decay_first_step", "decay_order", "state_ignored", "state_lost_at_chunk", "state_cotangent"),
+    ),
+    "delta_rule_attention": (
+        delta,
+        ("decay_order", "beta_twice", "beta_on_value_only", "erase_dropped", "dk_shared_pair", "d_state_erase"),
+    ),
+    "rwkv7_attention": (
+        rwkv7,
+        ("decay_order", "remove_replace", "erase_dropped", "decay_channel_shared", "gate_raw", "d_remove"),
+    ),
+    "ssd_attention": (
+        ssd,
+        ("dt_not_in_write", "dt_bias_twice", "group_tile", "skip_dropped", "ddt_one_path"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_right_kernel_passes(name):
+    forward, backward = KERNELS[name][0]()
+    report = ra.verify(forward, name, backward=backward, sizes=SMALL)
+    assert report.ok, report.table()
+
+
+@pytest.mark.parametrize(("name", "class_"), [(n, c) for n, (_, wrong) in KERNELS.items() for c in wrong])
+def test_a_wrong_kernel_is_found_and_its_mistake_named(name, class_):
+    forward, backward = KERNELS[name][0](class_)
+    report = ra.verify(forward, name, backward=backward, sizes=SIZES.get(class_, SMALL))
+    assert not report.ok
+    assert class_ in report.explanations[0]["class"].split(" + "), report.explanations
