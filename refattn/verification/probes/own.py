@@ -114,6 +114,43 @@ def _absent_first(draft: Draft) -> None:
     draft.give(indices=chosen)
 
 
+def _lists(whose: str, block: int | None = None, **more: Any) -> Callable[[Draft], None]:
+    """Lists of keys, or of blocks, for one, the key or the query heads: in no order, some absent, one standing twice."""
+
+    def apply(draft: Draft) -> None:
+        given, rng = draft.arguments, draft.rng("lists")
+        of_keys = given["k"].shape[-3] if "k" in given else given["w_k"].shape[1]
+        heads = {"one": 1, "key": of_keys, "query": draft.h}[whose]
+        count = draft.k if block is None else -(-draft.k // block)
+        rows = np.stack([rng.permutation(count) for _ in range(draft.b * heads * draft.q)])
+        chosen = rows.reshape(draft.b, heads, draft.q, count)[..., : max(2, (count + 1) // 2)]
+        chosen = np.where(rng.random(chosen.shape) < 0.2, -1, chosen)
+        chosen[..., -1] = chosen[..., 0]
+        name = "indices" if block is None else "block_indices"
+        draft.give(**{name: chosen}, **({} if block is None else {"block": block}), **more)
+
+    return apply
+
+
+_LISTS = _switch(
+    "lists",
+    "none",
+    one=Level(options=("indices",), apply=_lists("one"), says="keys listed for all heads"),
+    key_heads=Level(
+        options=("indices",), apply=_lists("key"), form="lists_of_key_heads", says="keys listed for each key head"
+    ),
+    heads=Level(
+        options=("indices",), apply=_lists("query"), form="lists_of_heads", says="keys listed for each query head"
+    ),
+    blocks=Level(options=("block_indices", "block"), apply=_lists("query", block=5), says="blocks of 5 keys listed"),
+    counted=Level(
+        options=("indices", "duplicates"),
+        apply=_lists("query", duplicates="multiset"),
+        says="a key that is listed twice counts twice",
+    ),
+)
+
+
 def _exact_ties(draft: Draft) -> None:
     """Whole numbers times a power of two: equal logits are equal in every order of summation."""
     if "scale" in draft.arguments:
@@ -132,7 +169,9 @@ def _span_alone(draft: Draft) -> None:
 _DYNAMIC = ("query_logits", "key_logits", "query_weights", "key_weights")
 
 _OWN: dict[str, tuple[Feature, ...]] = {
+    "scaled_dot_product_attention": (_LISTS,),
     "multi_head_attention": (
+        _LISTS,
         _switch(
             "arrays",
             "three",
