@@ -44,6 +44,17 @@ def visible_keys(conventions, options, q=5, k=5):
     return np.rint(np.exp(lse)).astype(int).tolist()
 
 
+def test_a_key_that_is_listed_twice_counts_as_declared():
+    lists = np.array([[[[0, 2, 2, 2], [1, 1, -1, -1]]]])
+    for declared, counts in ((None, [2, 1]), ("union", [2, 1]), ("multiset", [4, 2])):
+        assert visible_keys(Conventions(duplicates=declared), {"indices": lists}, q=2) == counts
+    names = [name for name, _ in alternatives(Conventions())]
+    assert "duplicates_counted" in names
+    assert "duplicates_once" not in names
+    given = reference_arguments(ra.lsh_attention, {}, {"duplicates": "trax1"}, Conventions(duplicates="multiset"))
+    assert given == {"duplicates": "trax1"}  # an option of its own there
+
+
 # ---------------------------------------------------------------------- records
 
 

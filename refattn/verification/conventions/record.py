@@ -49,6 +49,8 @@ class Conventions:
         A NaN in a masked key or value stays there, or may leak as 0 * NaN.
     channels
         "equal": value channels must be as many as query channels.
+    duplicates
+        Of listed keys (``indices``, ``block_indices``): a key that is listed twice counts once, or twice.
     compute
         What operands of products are rounded to: "float32" (the whole arithmetic is never finer than that, whatever the
         dtype of the inputs), "tf32", "bfloat16", "float16".
@@ -89,6 +91,7 @@ class Conventions:
     alibi: Literal["absolute", "signed"] | None = None
     masked_nan: Literal["stays", "may_leak"] | None = None
     channels: Literal["equal"] | None = None
+    duplicates: Literal["union", "multiset"] | None = None
     compute: Literal["float32", "tf32", "bfloat16", "float16"] | None = None
     allow: tuple[tuple[str, float], ...] | None = None
     scores: Literal["storage"] | None = None
@@ -132,6 +135,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "alibi": ("absolute", "signed"),
     "masked_nan": ("stays", "may_leak"),
     "channels": ("equal",),
+    "duplicates": ("union", "multiset"),
     "compute": ("float32", "tf32", "bfloat16", "float16"),
     "scores": ("storage",),
     "state_layout": ("de", "ed"),
@@ -176,6 +180,8 @@ _CLASSES: dict[tuple[str, Any], str] = {
     ("empty_lse", "+inf"): "empty_lse_plus_inf",
     ("empty_lse", "0"): "empty_lse_zero",
     ("alibi", "signed"): "alibi_signed",
+    ("duplicates", "multiset"): "duplicates_counted",
+    ("duplicates", "union"): "duplicates_once",
     ("alibi", "absolute"): "alibi_absolute",
 }
 

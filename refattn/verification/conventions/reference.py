@@ -37,6 +37,7 @@ def settle(
         "head_map": conventions.head_map is not None,
         "softcap_after_bias": "softcap" in settled and conventions.softcap_after_bias is not None,
         "lse_includes_sinks": "sinks" in settled and conventions.lse_includes_sinks is not None,
+        "duplicates": bool({"indices", "block_indices"} & set(settled)) and conventions.duplicates is not None,
     }
     for name, needed in relevant.items():
         if needed:
@@ -66,7 +67,7 @@ def reference_arguments(
     """
     known = inspect.signature(mechanism).parameters
     settled = settle(options, conventions, takes)
-    settled = {n: x for n, x in settled.items() if n in known or n not in CONVENTION_OPTIONS}
+    settled = {n: x for n, x in settled.items() if n in known or n not in (*CONVENTION_OPTIONS, "duplicates")}
     if "window" in settled and conventions.window == "count":
         settled.update(_counted_window(arrays, settled))
     if "alibi_slopes" in settled and conventions.alibi == "signed":
