@@ -1,12 +1,13 @@
 """The verifier on kernels of the recurrences: passes the right ones, names what is wrong."""
 
+import numpy as np
 import pytest
 from verification.recurrent_state_kernels import delta, gated, rwkv7, ssd
 
 import refattn as ra
 
-SMALL = "b=1,h=2,g=2,t=20,d=4,e=3"  # the probes of these sizes alone: seconds in place of a minute
-SIZES = {"group_tile": "b=1,h=4,g=2,t=20,d=4,e=3", "state_lost_at_chunk": "b=1,h=1,g=1,t=70,d=4,e=3"}
+SMALL = "b=1,h=1,g=1,t=12,d=4,e=3"  # the probes of these sizes alone: seconds in place of a minute
+SIZES = {"group_tile": "b=1,h=4,g=2,t=12,d=4,e=3", "state_lost_at_chunk": "b=1,h=1,g=1,t=70,d=4,e=3"}
 
 KERNELS = {
     "gated_linear_attention": (
@@ -32,6 +33,22 @@ KERNELS = {
 def test_the_right_kernel_passes(name):
     forward, backward = KERNELS[name][0]()
     report = ra.verify(forward, name, backward=backward, sizes=SMALL)
+    assert report.ok, report.table()
+
+
+def test_a_running_sum_of_large_terms_is_no_mistake():
+    """dgamma as the sum, from the end, of q dq - k dk and of what the final state sends: right, and off by the terms' rounding."""
+    forward, backward = gated()
+
+    def by_running_sum(d_output, q, k, v, *, d_state=None, decay, scale=None, state=None):
+        given = {"d_state": d_state, "decay": decay, "scale": scale, "state": state}
+        d_q, d_k, d_v, _, *rest = backward(d_output, q, k, v, **given)
+        last = forward(q, k, v, decay=decay, scale=scale, state=state)[1]
+        terms = (q * d_q - k * d_k).sum(-1)
+        end = 0 if d_state is None else (d_state * last).sum((-1, -2))[..., None]
+        return d_q, d_k, d_v, (np.cumsum(terms[..., ::-1], axis=-1)[..., ::-1] + end).astype(q.dtype), *rest
+
+    report = ra.verify(forward, "gated_linear_attention", backward=by_running_sum, sizes="b=1,h=1,g=1,t=70,d=4,e=3")
     assert report.ok, report.table()
 
 
