@@ -177,7 +177,7 @@ def forward(
         sizes=sizes,
         settings=options.read(sizes, xp=xp, dtype=q.dtype, device=device(q), **shared).settings,
         dropout_rate=shared.get("dropout_rate", 0.0),
-        arrays=tuple(None if x is None else by_head(x, lead) for x in (q, k, v)),
+        arrays=(by_head(q, lead), None if same else by_head(k, lead), by_head(v, lead)),
         masks=(
             read_mask("query_mask", query_mask, sizes, sizes.q, xp),
             read_mask("key_mask", key_mask, sizes, sizes.k, xp),

@@ -142,8 +142,9 @@ def forward(
     if count is None:
         prepared = prepare(q, k, v, indices=indices, **arguments)
         xp, rows = backend.xp, (*sizes.lead, sizes.h, sizes.q)
-        lists = prepared.options.lists.of_heads()
-        chosen = xp.asarray(np.broadcast_to(lists, (*rows, lists.shape[-1])), device=device(q), copy=True)
+        lists: Any = prepared.options.lists
+        given = lists.of_heads()
+        chosen = xp.asarray(np.broadcast_to(given, (*rows, given.shape[-1])), device=device(q), copy=True)
     else:
         chosen = _choose(prepare(q, k, v, **arguments), count)
         prepared = prepare(q, k, v, indices=chosen, **arguments)
@@ -179,14 +180,15 @@ def cost(
     searched = _arguments(count, indices, k) is not None
     rows = b * h * q
     sizes = Sizes(lead=(b,), h=h, g=g, q=q, k=k, d=d, e=e)
-    read = options.read(sizes, xp=np, dtype=np.float64, indices=indices, **shared)
-    visibility = read.settings.visibility
+    settled = options.read(sizes, xp=np, dtype=np.float64, indices=indices, **shared)
+    visibility = settled.settings.visibility
     if searched:
         n = int(count or 0)
         compared = rows * k if visibility is None else visibility.pairs(q, k, batch=b, heads=h)
         chosen = rows * n if visibility is None else visibility.pairs(q, k, batch=b, heads=h, most=n)
     else:
-        n, compared, chosen = np.shape(indices)[-1], 0, costs.listed_pairs(read)
+        lists: Any = settled.lists
+        n, compared, chosen = np.shape(indices)[-1], 0, costs.listed_pairs(lists, visibility)
     read, written = (
         Elements(storage=b * (h * q * d + g * k * (d + e))),
         Elements(storage=rows * e, compute=rows, index=rows * n),

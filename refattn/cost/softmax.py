@@ -9,6 +9,7 @@ import numpy as np
 from refattn.arrays import itemsize, require_flag, require_integer, require_one_of
 from refattn.core import options
 from refattn.core.blocks import KEYS, ROWS, SMALL, groups, listed_blocks
+from refattn.core.listed import Lists
 from refattn.records import AttentionSettings, Block, Cost, Counts, Elements, Pass, Sizes
 
 __all__ = [
@@ -113,7 +114,7 @@ def softmax_counts(
         pattern = pattern.fit(q, k, batch=(b,), heads=h)
     inner = k - extra_keys
     if visible is None and read.lists is not None:
-        visible = listed_pairs(read)
+        visible = listed_pairs(read.lists, settings.visibility)
     if visible is None:
         visible = b * h * q * inner if pattern is None else pattern.pairs(q, inner, batch=b, heads=h)
     visible += h * extra_keys * (b * q if settings.query_lengths is None else int(np.sum(settings.query_lengths)))
@@ -153,9 +154,8 @@ def softmax_counts(
 # ------------------------------------------------------------------------------------------------ pairs of blocks
 
 
-def listed_pairs(read: options.Options) -> int:
-    """Pairs that a list names and nothing hides."""
-    lists, pattern = read.lists, read.settings.visibility
+def listed_pairs(lists: Lists, pattern: Any) -> int:
+    """Pairs that the lists name and a pattern (or None) does not hide."""
     sizes = lists.sizes
     if pattern is None:
         return lists.pairs(sizes.lead)
