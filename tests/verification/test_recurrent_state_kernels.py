@@ -57,18 +57,23 @@ def test_the_right_kernel_passes(name):
 
 
 def test_a_running_sum_of_large_terms_is_no_mistake():
-    """dgamma as the sum, from the end, of q dq - k dk and of what the final state sends: right, and off by the terms' rounding."""
-    forward, backward = gated()
+    """dgamma as what queries from it on read, minus what was written since, and what the final state sends: right, but for the
+    rounding of its terms, which is large beside a gradient at a log decay of -20."""
+    forward, backward = rwkv7()
 
-    def by_running_sum(d_output, q, k, v, *, d_state=None, decay, scale=None, state=None):
-        given = {"d_state": d_state, "decay": decay, "scale": scale, "state": state}
-        d_q, d_k, d_v, _, *rest = backward(d_output, q, k, v, **given)
-        last = forward(q, k, v, decay=decay, scale=scale, state=state)[1]
-        terms = (q * d_q - k * d_k).sum(-1)
-        end = 0 if d_state is None else (d_state * last).sum((-1, -2))[..., None]
-        return d_q, d_k, d_v, (np.cumsum(terms[..., ::-1], axis=-1)[..., ::-1] + end).astype(q.dtype), *rest
+    def from_here(x):
+        return np.cumsum(x[..., ::-1, :], axis=-2)[..., ::-1, :]
 
-    report = ra.verify(forward, "gated_linear_attention", backward=by_running_sum, sizes="b=1,h=1,g=1,t=70,d=4,e=3")
+    def by_running_sum(d_output, q, k, v, *, d_state=None, remove, replace, channel_decay, state=None):
+        given = {"remove": remove, "replace": replace, "channel_decay": channel_decay, "state": state}
+        g = backward(d_output, q, k, v, d_state=d_state, **given)
+        last = forward(q, k, v, **given)[1]
+        removed = remove * g["remove"]
+        terms = q * g["q"] - k * g["k"] - replace * g["replace"] + removed
+        end = 0 if d_state is None else (d_state * last).sum(-1)[..., None, :]
+        return {**g, "channel_decay": (from_here(terms) - removed + end).astype(q.dtype)}
+
+    report = ra.verify(forward, "rwkv7_attention", backward=by_running_sum, sizes="b=1,h=1,g=1,t=24,d=4,e=3")
     assert report.ok, report.table()
 
 
