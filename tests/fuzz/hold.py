@@ -49,9 +49,11 @@ def reach(evaluate, arguments, rng):
     want = evaluate(arguments)
     others = [evaluate(moved(arguments, rng)) for _ in range(2)]
     inputs = max([1.0, *(largest(arguments[n]) for n in floats(arguments))])  # products with them are what is summed
+    summed = {"scale": inputs**2}  # products of two
     with np.errstate(invalid="ignore"):
         return want, {
-            n: max(largest(x), inputs, *(largest(np.asarray(o[n]) - x) / MOVE for o in others)) for n, x in want.items()
+            n: max(largest(x), summed.get(n, inputs), *(largest(np.asarray(o[n]) - x) / MOVE for o in others))
+            for n, x in want.items()
         }
 
 
