@@ -6,6 +6,7 @@ from refattn.attention.compressive import compressive_attention
 from refattn.attention.delta_rule import delta_rule_attention
 from refattn.attention.efficient import efficient_attention
 from refattn.attention.etc import etc_attention
+from refattn.attention.forgetting import forgetting_attention
 from refattn.attention.gated_linear import gated_linear_attention
 from refattn.attention.linear import linear_attention
 from refattn.attention.linformer import linformer_attention
@@ -33,6 +34,7 @@ __all__ = [
     "delta_rule_attention",
     "efficient_attention",
     "etc_attention",
+    "forgetting_attention",
     "gated_linear_attention",
     "linear_attention",
     "linformer_attention",

@@ -225,6 +225,7 @@ def read(
     extra_pattern: Any = None,
     blocks: Callable[..., Any] | None = None,
     extra_terms: Callable[..., Sequence[Any]] | None = None,
+    added_terms: Callable[..., Sequence[Any]] | None = None,
     apart: bool = False,
     extra_keys: int = 0,
     **options: Any,
@@ -244,6 +245,8 @@ def read(
         The mechanism's own blocks, given everything else that restricts visibility; without it the core cuts slices.
     extra_terms : callable (heads, lead) -> terms
         Terms that come first; their cotangents stay as they lay them out.
+    added_terms : callable (heads, lead) -> terms
+        The same, where the bias is added.
     apart : bool
         The blocks of one key head are not those of another.
     extra_keys : int
@@ -257,7 +260,7 @@ def read(
     reader = _Reader(others, heads, xp, dtype, device)
     offset = offsets(sizes.lead, others.q, others.k, options)
     terms = () if extra_terms is None else tuple(extra_terms(heads, sizes.lead))
-    terms += reader.terms(options, offset)
+    terms += reader.terms(options, offset, () if added_terms is None else added_terms(heads, sizes.lead))
     lists = read_lists(options, others, heads.key_head)
     lengths = {n: reader.lengths(n, options[n]) for n in ("query_lengths", "key_lengths")}
     visibility = _visibility(others, offset, lengths, options)
@@ -340,8 +343,8 @@ class _Reader:
             raise TypeError(f"{name} is {value!r}: expected a real number")
         return self.xp.reshape(value, ()) if is_array(value) else value
 
-    def terms(self, options: dict[str, Any], offset: np.ndarray) -> tuple[Any, ...]:
-        """What is done to a logit, in order."""
+    def terms(self, options: dict[str, Any], offset: np.ndarray, own: Sequence[Any]) -> tuple[Any, ...]:
+        """What is done to a logit, in order; ``own`` terms of a mechanism stand beside the bias."""
         first: list[Any] = []
         if options["score_mod"] is not None:
             if not callable(options["score_mod"]):
@@ -349,7 +352,7 @@ class _Reader:
                 raise TypeError(f"score_mod is a {kind}: expected a function (logits, b, h, i, j)")
             first.append(ScoreMod(options["score_mod"]))
         cap = self._cap(options["softcap"])
-        added: list[Any] = []
+        added: list[Any] = [*own]
         if options["bias"] is not None:
             added.append(Bias(self.pairs("bias", options["bias"])))
             self.head_axes["bias"] = 1

@@ -156,6 +156,14 @@ def scaled_dot_product(d):
     return {"b": b, "h": h, "g": g, "q": q, "k": k, "d": d.size(2, 3), "e": d.size(2, 3)}, o
 
 
+def forgetting(d):
+    sizes, o = scaled_dot_product(d)
+    o.pop("causal", None)
+    gates = np.log(d.rng.random((*d.one((), (sizes["b"],)), sizes["h"], sizes["k"])))
+    o["log_forget"] = np.where(d.rng.random(gates.shape) < d.one(0.0, 0.2), -np.inf, gates)
+    return sizes, o
+
+
 def multi_head(d):
     b, (g, h), q = d.size(1, 2), head_sizes(d), d.size(2, 3, 5)
     k = q if d.chance(0.3) else d.size(2, 4, 6)
@@ -441,7 +449,7 @@ def synthesizer(d):
 
 FORMS = ("parallel", "recurrent", "chunked")
 DRAWS = {f"{f.__name__}_attention": f for f in (
-    adaptive_span, bigbird, compressive, efficient, etc, linear, linformer, local, longformer, lsh, multi_head, nystrom,
+    adaptive_span, bigbird, compressive, efficient, etc, forgetting, linear, linformer, local, longformer, lsh, multi_head, nystrom,
     performer, routing, scaled_dot_product, sinkhorn, sparse_transformer, synthesizer, talking_heads, topk, transformer_xl,
 )}  # fmt: skip
 CHOOSING = ("lsh_attention", "routing_attention", "topk_attention")
