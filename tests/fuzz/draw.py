@@ -447,10 +447,51 @@ def synthesizer(d):
     return sizes, o
 
 
+def recurrent(d, *arrays):
+    """Sizes and options that the recurrences share."""
+    b, t = d.size(1, 2), d.size(1, 3, 7, 12, 33)
+    g = d.size(1, 2, 4, empty=0.01)
+    h = g if d.chance(0.6) else d.one(2 * g, max(1, g // 2) if g % 2 == 0 else g)
+    o = {n: True for n in (*arrays, "decay", "channel_decay", "head_decay", "state", "reset") if d.chance(0.35)}
+    o |= {"lengths": d.lengths(b, t)} if d.chance(0.3) else {}
+    o |= {"scale": d.one(0.5, 1.0, -0.7)} if d.chance(0.3) else {}
+    o |= {"head_map": "tile"} if d.chance(0.2) else {}
+    o |= {"form": d.one(*FORMS), "chunk": d.one(1, 2, 5, 64), "strength": d.one(0.1, 1.0, 30.0)}
+    return {"b": b, "h": h, "g": g, "t": t, "d": d.size(2, 3), "e": d.size(2, 3)}, o
+
+
+def gated_linear(d):
+    sizes, o = recurrent(d)
+    if d.chance(0.4):
+        o |= {"read": "before", **({"bonus": True} if d.chance(0.6) else {})}
+    return sizes, o
+
+
+def delta_rule(d):
+    sizes, o = recurrent(d, "beta", "erase_key")
+    o |= {"steps": d.one(2, 3)} if d.chance(0.2) else {}
+    o |= {"qk_norm": d.one("l2", "l2_sum"), "norm_eps": d.one(1e-6, 0.1)} if d.chance(0.3) else {}
+    return sizes, o
+
+
+def rwkv7(d):
+    return recurrent(d)
+
+
+def ssd(d):
+    b, g, t = d.size(1, 2), d.size(1, 2, empty=0.01), d.size(1, 3, 7, 12, 33)
+    o = {n: True for n in ("skip", "dt_bias", "state") if d.chance(0.4)}
+    o |= {"lengths": d.lengths(b, t)} if d.chance(0.3) else {}
+    o |= {"dt_softplus": True} if d.chance(0.3) else {}
+    o |= {"dt_limit": (0.013, d.one(0.87, 2.03))} if d.chance(0.3) else {}
+    o |= {"form": d.one(*FORMS), "chunk": d.one(1, 2, 5, 64), "strength": d.one(0.1, 1.0, 30.0)}
+    return {"b": b, "h": g * d.one(1, 2, 3), "g": g, "t": t, "d": d.size(2, 3), "e": d.size(2, 3)}, o
+
+
 FORMS = ("parallel", "recurrent", "chunked")
 DRAWS = {f"{f.__name__}_attention": f for f in (
-    adaptive_span, bigbird, compressive, efficient, etc, forgetting, linear, linformer, local, longformer, lsh, multi_head, nystrom,
-    performer, routing, scaled_dot_product, sinkhorn, sparse_transformer, synthesizer, talking_heads, topk, transformer_xl,
+    adaptive_span, bigbird, compressive, delta_rule, efficient, etc, forgetting, gated_linear, linear, linformer, local, longformer, lsh, multi_head, nystrom,
+    performer, routing, rwkv7, scaled_dot_product, sinkhorn, sparse_transformer, ssd, synthesizer, talking_heads, topk, transformer_xl,
 )}  # fmt: skip
 CHOOSING = ("lsh_attention", "routing_attention", "topk_attention")
 
