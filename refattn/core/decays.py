@@ -119,7 +119,7 @@ class Decays:
         """Channels that are taken at once."""
         rows, heads = self.gamma.shape[-2], math.prod(np.broadcast_shapes(*(x.shape[:-2] for x in arrays)))
         width, n = max(1, LARGE // max(1, rows * rows * heads)), self.gamma.shape[-1]
-        return [slice(a, min(a + width, n)) for a in range(0, n, width)]
+        return [slice(a, min(a + width, n)) for a in range(0, n, width)] or [slice(0, 0)]
 
     # ------------------------------------------------------------------ the three operations
 

@@ -151,7 +151,7 @@ class Walk:
 
     def _require_heads(self, name: str, heads: int, multiple: bool) -> None:
         g = self.g
-        fits = (heads and not g % heads) or (multiple and g and not heads % g) or heads == g
+        fits = heads == g or (g and heads and (not g % heads or (multiple and not heads % g)))
         if not fits:
             wanted = "a divisor or a multiple" if multiple else "a divisor"
             raise ValueError(f"{name} has {heads} heads: expected {wanted} of the {g} heads of the state")

@@ -451,7 +451,7 @@ def recurrent(d, *arrays):
     """Sizes and options that the recurrences share."""
     b, t = d.size(1, 2), d.size(1, 3, 7, 12, 33)
     g = d.size(1, 2, 4, empty=0.01)
-    h = g if d.chance(0.6) else d.one(2 * g, max(1, g // 2) if g % 2 == 0 else g)
+    h = g if d.chance(0.6) or not g else d.one(2 * g, max(1, g // 2) if g % 2 == 0 else g)
     o = {n: True for n in (*arrays, "decay", "channel_decay", "head_decay", "state", "reset") if d.chance(0.35)}
     o |= {"lengths": d.lengths(b, t)} if d.chance(0.3) else {}
     o |= {"scale": d.one(0.5, 1.0, -0.7)} if d.chance(0.3) else {}
@@ -494,6 +494,7 @@ DRAWS = {f"{f.__name__}_attention": f for f in (
     performer, routing, rwkv7, scaled_dot_product, sinkhorn, sparse_transformer, ssd, synthesizer, talking_heads, topk, transformer_xl,
 )}  # fmt: skip
 CHOOSING = ("lsh_attention", "routing_attention", "topk_attention")
+GROWING = ("delta_rule_attention",)  # a write of a long key is more than what it replaces: the state overflows
 
 
 def drawn(mechanism, seed):
@@ -516,7 +517,7 @@ def drawn(mechanism, seed):
     arguments = {n: x for n, x in arguments.items() if x is not None}
     call = Call(mechanism, seed, arguments)
     call.dtype = d.one("float64", "float64", "float32", "float16")
-    call.values = d.one("normal", "normal", "ties", "large" if mechanism not in CHOOSING else "normal")
+    call.values = d.one("normal", "normal", "ties", "large" if mechanism not in CHOOSING + GROWING else "normal")
     for n in ("q", "k", "x_q"):
         if n in arguments and call.values == "large":
             call.amplitude = 3.0 if call.dtype == "float16" else 30.0  # sums of products may overflow float16
@@ -524,9 +525,9 @@ def drawn(mechanism, seed):
     if (
         call.values == "ties"
         and mechanism not in ("routing_attention", "nystrom_attention")
-        and "rotations" not in arguments
+        and not {"rotations", "qk_norm"} & set(arguments)
     ):
-        for n in ("q", "k", "v"):  # not qk: the slope of the norm of a vector of zeros overflows float16
+        for n in ("q", "k", "v"):  # not what is normalised: the slope of the norm of zeros overflows float16
             if n in arguments:
                 arguments[n] = np.round(arguments[n])
     call.algorithm = d.one("auto", "whole", "tiled")
