@@ -490,8 +490,9 @@ def ssd(d):
 
 FORMS = ("parallel", "recurrent", "chunked")
 DRAWS = {f"{f.__name__}_attention": f for f in (
-    adaptive_span, bigbird, compressive, delta_rule, efficient, etc, forgetting, gated_linear, linear, linformer, local, longformer, lsh, multi_head, nystrom,
-    performer, routing, rwkv7, scaled_dot_product, sinkhorn, sparse_transformer, ssd, synthesizer, talking_heads, topk, transformer_xl,
+    adaptive_span, bigbird, compressive, delta_rule, efficient, etc, forgetting, gated_linear, linear, linformer, local, longformer,
+    lsh, multi_head, nystrom, performer, routing, rwkv7, scaled_dot_product, sinkhorn, sparse_transformer, ssd, synthesizer,
+    talking_heads, topk, transformer_xl,
 )}  # fmt: skip
 CHOOSING = ("lsh_attention", "routing_attention", "topk_attention")
 GROWING = ("delta_rule_attention",)  # a write of a long key is more than what it replaces: the state overflows
