@@ -94,8 +94,9 @@ def answers(kernel: tuple[Callable, Callable], question: Question, outputs: tupl
         found = dict(fields)
         if question.wrt:
             takes = inspect.signature(backward).parameters
-            more = {f"d_{n}": x for n, x in question.cotangents.items() if n != "output" and f"d_{n}" in takes}
-            gradients = backward(question.cotangents["output"], *arrays, **more, **options)
+            back = {n: question.cotangents.get(n, np.zeros_like(x)) for n, x in fields.items() if n in outputs}
+            more = {f"d_{n}": x for n, x in back.items() if n != "output" and f"d_{n}" in takes}
+            gradients = backward(back["output"], *arrays, **more, **options)
             if not isinstance(gradients, dict):
                 gradients = dict(zip(question.arrays, gradients, strict=False))
             found |= {f"d_{n}": x for n, x in gradients.items() if n in question.wrt}

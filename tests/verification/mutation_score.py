@@ -13,7 +13,6 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
-import hashlib
 import json
 import pathlib
 import random
@@ -25,16 +24,12 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from verification.calibrate import question_of
+
+from verification.ground import Candidate, Ground
 
 import refattn as ra
-from refattn.mechanism import Mechanism
-from refattn.verification.causes import causes_of
 from refattn.verification.conventions import Conventions
 from refattn.verification.diagnosis import Hypothesis, JudgedCall, Workbench
-from refattn.verification.probes import Impossible, Plan, Probe, redraw, storage_dtype
-from refattn.verification.truth import ReferenceNaNError, truth_of
-from refattn.verification.verdict import judge
 
 SCOPES = ("all", "feature", "place")
 DTYPES = ("float32", "bfloat16", "float64")
@@ -73,112 +68,20 @@ class Score:
     lifted: bool = False
 
 
-class Ground:
-    """What all mutants of a mechanism share, in one dtype: probes, their truth and the right verdicts, the hypotheses."""
+def candidate_of(ground: Ground, mutant: Mutant) -> Candidate:
+    """The mutant: right but for what its mistake gives, where it makes it."""
 
-    def __init__(
-        self, mechanism: Mechanism, dtype: str, bench: Workbench, *, seed: int = 0, largest: int | None = None
-    ) -> None:
-        self.mechanism, self.dtype, self.plan, self.bench = mechanism, dtype, Plan(mechanism, seed=seed), bench
-        self._made: dict[Any, JudgedCall | None] = {}
-        self._probes: dict[int, Probe] = {}
-        first = self.plan.build_all(self.plan.alone())
-        found = [*first, *self.plan.rest(first)]
-        self.calls = [self.right(p) for p in found if largest is None or p.size <= largest]
+    def answers(right: JudgedCall) -> dict[str, np.ndarray]:
+        if not mutant.condition(right):
+            return {}
+        if mutant.where:
+            rows = rows_at(right, mutant.where)
+            wrong = {} if rows is None else ground.bench.in_rows(mutant.hypothesis, right, rows)
+        else:
+            wrong = ground.bench.predict(mutant.hypothesis, right)
+        return {n: ground.stored(n, x) for n, x in wrong.items()}
 
-    def probe_of(self, call: JudgedCall) -> Probe:
-        return self._probes[id(call.truth)]
-
-    def right(self, probe: Probe) -> JudgedCall:
-        """The call with right arrays; raises what has no answer."""
-        truth = truth_of(question_of(self.mechanism, probe, self.dtype))
-        self._probes[id(truth)] = probe
-        got = {n: self.stored(n, x) for n, x in truth.values.items()}
-        judgements = tuple(judge(n, x, truth) for n, x in got.items())
-        return JudgedCall(probe.name, self.dtype, probe.size, truth, got, judgements)
-
-    def stored(self, name: str, x: Any) -> np.ndarray:
-        """An array as a candidate would give it."""
-        wide = name == "lse" and self.dtype in ("bfloat16", "float16")
-        with np.errstate(all="ignore"):
-            return np.asarray(x).astype("float32" if wide else storage_dtype(self.dtype))
-
-    def changed(self, call: JudgedCall, **change: Any) -> JudgedCall | None:
-        """The right call, changed as in ``Session.again``; None where that cannot be called."""
-        key = (id(call.truth), _key(change))
-        if key not in self._made:
-            try:
-                self._made[key] = self.right(self._redrawn(self.probe_of(call), **change))
-            except (Impossible, ValueError, TypeError, ReferenceNaNError):
-                self._made[key] = None
-        return self._made[key]
-
-    def clean(self, call: JudgedCall) -> JudgedCall:
-        key = (id(call.truth), "clean")
-        if key not in self._made:
-            self._made[key] = self.right(self.probe_of(call).clean())
-        return self._made[key]
-
-    def _redrawn(
-        self,
-        probe: Probe,
-        drop: Sequence[str] = (),
-        values: Mapping[str, np.ndarray] | None = None,
-        sizes: Mapping[str, int] | None = None,
-        seed: int | None = None,
-    ) -> Probe:
-        if drop or sizes or seed is not None:
-            passing = self.plan.features_that_pass(drop)
-            features = [n for n in probe.features if n in drop or n in passing]
-            probe = redraw(self.mechanism, probe, features=self.plan.taken(), drop=features, sizes=sizes, seed=seed)
-            left = {n: x for n, x in probe.arguments.items() if n not in drop or n in self.mechanism.positional}
-            probe = dataclasses.replace(probe, arguments=left, wrt=tuple(n for n in probe.wrt if n in left))
-        for name, x in (values or {}).items():
-            own = name.removeprefix("d_")
-            if own != name and own in probe.cotangents:
-                probe = dataclasses.replace(probe, cotangents={**probe.cotangents, own: x})
-            else:
-                probe = dataclasses.replace(probe, arguments={**probe.arguments, name: x})
-        return probe
-
-
-def _key(x: Any) -> Any:
-    if isinstance(x, np.ndarray):
-        return hashlib.sha256(np.ascontiguousarray(x).tobytes()).digest()
-    if isinstance(x, Mapping):
-        return tuple((n, _key(y)) for n, y in sorted(x.items()))
-    return tuple(x) if isinstance(x, list) else x
-
-
-class Candidate:
-    """A mutant at hand: its answers to the calls of the ground, and to others that diagnosis wants (``again``)."""
-
-    def __init__(self, ground: Ground, mutant: Mutant, most: int = 200) -> None:
-        self.ground, self.mutant, self.left = ground, mutant, most
-
-    def answer(self, right: JudgedCall) -> JudgedCall:
-        """What the mutant gives in this call, judged; the right call itself where it makes no mistake."""
-        if not self.mutant.condition(right):
-            return right
-        wrong = self.predicted(right)
-        if not wrong:
-            return right
-        got = {**right.got, **{n: self.ground.stored(n, x) for n, x in wrong.items()}}
-        verdicts = tuple(judge(j.array, got[j.array], right.truth) if j.array in wrong else j for j in right.judgements)
-        return dataclasses.replace(right, got=got, judgements=verdicts)
-
-    def predicted(self, right: JudgedCall) -> dict[str, np.ndarray]:
-        if not self.mutant.where:
-            return self.ground.bench.predict(self.mutant.hypothesis, right)
-        rows = rows_at(right, self.mutant.where)
-        return {} if rows is None else self.ground.bench.in_rows(self.mutant.hypothesis, right, rows)
-
-    def again(self, call: JudgedCall, **change: Any) -> JudgedCall | None:
-        if self.left <= 0:
-            return None
-        self.left -= 1
-        right = self.ground.changed(call, **change)
-        return None if right is None else self.answer(right)
+    return Candidate(ground, answers, changes=True)
 
 
 def rows_at(call: JudgedCall, where: str) -> np.ndarray | None:
@@ -239,19 +142,15 @@ def mutants_of(
 def score(ground: Ground, mutant: Mutant, showing: Sequence[JudgedCall]) -> Score | None:
     """None where nothing is beyond rounding in this dtype."""
     start = time.perf_counter()
-    candidate = Candidate(ground, mutant)
+    candidate = candidate_of(ground, mutant)
     shown = {id(c) for c in showing}
-    cases = [candidate.answer(c) if id(c) in shown else c for c in ground.calls]
+    cases = [candidate.judged(c) if id(c) in shown else c for c in ground.calls]
     if all(c is right for c, right in zip(cases, ground.calls, strict=True)):
         return Score(mutant.hypothesis.name, mutant.hypothesis.side, mutant.scope, "silent")
     failing = [c for c in cases if c.failing]
     if not failing:
         return None
-    structural = []
-    for c in failing:
-        if ground.probe_of(c).poison and not candidate.answer(ground.clean(c)).failing:
-            structural.append({"class": "masked_value_leak", "probes": [c.probe], "outputs": list(c.failing)})
-    causes = causes_of(cases, ground.bench, live=candidate, structural=structural)
+    causes = candidate.causes(cases)
     first = causes.records[:2]
     said = tuple(str(e["class"]) for e in first)
     if any(mutant.hypothesis.name in name.split(" + ") for name in said):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from verification.kernels import attention
+from verification.kernels.dense import attention
 
 import refattn as ra
 

@@ -5,7 +5,7 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
-from verification.kernels import attention
+from verification.kernels.dense import attention
 
 import refattn as ra
 from refattn.verification import UsageError

@@ -39,7 +39,8 @@ class Hypothesis:
     """Something that may have been done instead.
 
     ``side`` is one of ``refattn.mistakes.engine.SIDES``; ``mistakes`` are edits of steps (two where two are made at once),
-    ``mutation`` a mistake of an older form, ``conventions`` another convention that the candidate may follow.
+    ``mutation`` a mistake of an older form, ``conventions`` another convention that the candidate may follow.  ``anew``: a
+    backward that computes its forward once more, the mistake included, beside a right forward.
     """
 
     name: str
@@ -49,10 +50,12 @@ class Hypothesis:
     mutation: Mutation | None = dataclasses.field(default=None, compare=False)
     conventions: Conventions | None = None
     why: str = ""
+    anew: bool = False
 
-    @property
-    def gradients_only(self) -> bool:
-        return self.side == "backward"
+    def made_anew(self) -> "Hypothesis":
+        """The same mistake in a backward that computes its forward once more."""
+        says = f"{self.says}, in a backward that computes its forward anew"
+        return dataclasses.replace(self, says=says, side="backward", anew=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +92,7 @@ class Workbench:
                 self.mistakes += [
                     Hypothesis(m.class_, m.says, side, (m,), why=m.why) for m in catalogue if side in m.sides
                 ]
+        self.anew = [h.made_anew() for h in self.mistakes if h.side == "both" and h.mistakes]
         self.conventions_: list[Hypothesis] = []
         for name, other in conventions_.alternatives(conventions):
             changed = {f: v for f, v in dataclasses.asdict(other).items() if v != getattr(conventions, f)}
@@ -216,7 +220,7 @@ class Workbench:
         (mistake,) = hypothesis.mistakes
         case = self.case(call)
         if gradients:
-            return self._named(call, None, case.gradients(mistake, hypothesis.side))
+            return self._named(call, None, case.gradients(mistake, "both" if hypothesis.anew else hypothesis.side))
         return self._named(call, case.results(mistake, hypothesis.side), None)
 
     def _named(

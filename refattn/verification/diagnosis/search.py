@@ -113,6 +113,8 @@ def explain(
             passing += [c for c in more if not c.failing and c.judged]
         singles = list(sides_worth_trying(call, bench.mistakes))
         best = _of_call(call, [*bench.conventions_, *singles], bench, failing, passing, until)
+        if not best and all(n.startswith("d_") for n in call.failing):
+            best = _of_call(call, bench.anew, bench, failing, passing, until)
         if not best:
             best = _found_at_places(call, singles, bench, failing, passing, until)
         if not best:

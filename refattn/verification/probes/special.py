@@ -143,6 +143,14 @@ def _raised(draft: Draft) -> None:
             draft.arguments[name] = draft.arguments[name] + 800.0
 
 
+def _lowered(draft: Draft) -> None:
+    """All logits near -160, those of global queries and keys too."""
+    draft.shift_logits(-160.0)
+    for name, like in (("q_global", "q"), ("k_global", "k")):
+        if isinstance(draft.arguments.get(name), np.ndarray):
+            draft.arguments[name][..., -1] = draft.arguments[like].flat[-1]
+
+
 def _only_gradient(name: str) -> Callable[[Draft], None]:
     def apply(draft: Draft) -> None:
         if draft.arguments.get(name) is None:
@@ -191,6 +199,7 @@ _DENSE = {
 
 _GENERAL = {
     "large": _level("the first array 40 times as large", _large),
+    "lowered": _level("all logits near -160: a running maximum that starts at 0 gives zero rows", _lowered),
     "raised": _level("arrays moved up by 800: no exponential is finite unless its maximum is subtracted", _raised),
 }
 
@@ -199,12 +208,18 @@ def _is_dense(mechanism: Mechanism) -> bool:
     return {"q", "k", "v"} <= set(mechanism.positional) and {"mask", "causal"} <= set(mechanism.options)
 
 
+_LOWERED = ("adaptive_span_attention", "bigbird_attention", "etc_attention", "longformer_attention", "nystrom_attention")
+"""Where products of queries and keys alone make the logits of a softmax over them."""
+
+
 def values_feature(mechanism: Mechanism) -> Feature:
     """The chosen values that a mechanism can have."""
     levels = RECURRENT_VALUES.get(mechanism.name) or (_DENSE if _is_dense(mechanism) else _GENERAL)
     fitting = {n: x for n, x in levels.items() if all(o in mechanism.options for o in x.options)}
     if mechanism.name not in ("efficient_attention",):
         fitting.pop("raised", None)
+    if mechanism.name not in _LOWERED:
+        fitting.pop("lowered", None)
     return Feature("values", {"drawn": OFF, **fitting})
 
 
