@@ -10,7 +10,7 @@ Power: kernels with one numerical fault, on the probes that are meant for them.
 
 import argparse
 import concurrent.futures
-import importlib
+import dataclasses
 import inspect
 import math
 import pathlib
@@ -24,6 +24,7 @@ TESTS = pathlib.Path(__file__).resolve().parents[1]
 if str(TESTS) not in sys.path:
     sys.path.insert(0, str(TESTS))
 
+from verification.kernels import MAKERS, kernel  # noqa: E402
 from verification.kernels_right import VARIANTS, run  # noqa: E402
 from verification.kernels_right.faults import FAULTS  # noqa: E402
 
@@ -36,26 +37,6 @@ from refattn.verification.verdict import FEW, Judgement, judge  # noqa: E402
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 DENSE = ra.scaled_dot_product_attention
-
-OTHERS: dict[str, tuple[str, str]] = {
-    "adaptive_span_attention": ("test_adaptive_span_kernels", "kernels"),
-    "bigbird_attention": ("test_bigbird_kernels", "kernels"),
-    "efficient_attention": ("test_efficient_kernels", "kernels"),
-    "etc_attention": ("test_etc_kernels", "kernels"),
-    "linear_attention": ("linear_routing_kernels", "linear"),
-    "linformer_attention": ("test_linformer_kernels", "kernels"),
-    "local_attention": ("sparse_kernels", "local"),
-    "longformer_attention": ("test_longformer_kernels", "kernels"),
-    "nystrom_attention": ("test_nystrom_kernels", "kernels"),
-    "performer_attention": ("test_performer_kernels", "kernels"),
-    "sinkhorn_attention": ("test_sinkhorn_kernels", "kernels"),
-    "sparse_transformer_attention": ("sparse_kernels", "sparse"),
-    "synthesizer_attention": ("test_synthesizer_kernels", "kernels"),
-    "talking_heads_attention": ("heads_kernels", "talking"),
-    "topk_attention": ("sparse_kernels", "topk"),
-    "transformer_xl_attention": ("recurrent_kernels", "transformer_xl"),
-}
-"""Module and maker of a right kernel of each mechanism, written in NumPy for the verifier's tests."""
 
 
 def question_of(mechanism: Any, probe: Probe, dtype: str, gradients: bool = True, **declared: Any) -> Question:
@@ -149,25 +130,20 @@ def dense(seed: int, dtype: str, every: int, made: Iterable[Probe] | None = None
 
 def other(name: str, seed: int, dtype: str) -> Largest:
     """The right kernel of another mechanism, on the probes whose options it takes."""
-    largest, mechanism = Largest(), ra.mechanisms[name]
-    module, maker = OTHERS[name]
-    kernel = getattr(importlib.import_module(f"verification.{module}"), maker)()
-    known = inspect.signature(kernel[0]).parameters
+    largest, mechanism, made = Largest(), ra.mechanisms[name], kernel(name)
 
     def accepts(options: tuple[str, ...]) -> bool:
-        return all(n in known for n in options)
+        return made.accepts(tuple(n for n in options if n in mechanism.options))
 
     plan = Plan(mechanism, accepts=accepts, seed=seed)
     for probe in plan.build_all([*plan.alone(), *plan.special()]):
         if not accepts(probe.options) or probe.named or probe.poison or probe.size > 100_000:
             continue
         question = question_of(mechanism, probe, dtype)
-        if "lse" in question.cotangents and "d_lse" not in inspect.signature(kernel[1]).parameters:
-            question.cotangents.pop("lse")
-        if "output" not in question.cotangents:
-            continue
+        kept = {n: x for n, x in question.cotangents.items() if n in made.cotangents}
+        question = dataclasses.replace(question, cotangents=kept, wrt=question.wrt if kept else ())
         try:
-            got = answers(kernel, question, mechanism.outputs)
+            got = answers((made.forward, made.backward), question, mechanism.outputs)
         except (NotImplementedError, TypeError, ValueError):
             continue  # shapes or options that it does not take
         truth = truth_of(question)
@@ -221,7 +197,9 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=pathlib.Path)
     asked = parser.parse_args()
     tasks: list[tuple[Any, ...]] = [("power", n, 0, d) for n, f in FAULTS.items() for d in f.dtypes]
-    tasks += [("other", n, s, d) for s in range(asked.other_seeds) for n in OTHERS for d in DTYPES[:2]]
+    tasks += [
+        ("other", n, s, d) for s in range(asked.other_seeds) for n in MAKERS if n != DENSE.name for d in DTYPES[:2]
+    ]
     tasks += [("dense", s, d, asked.every) for s in range(asked.seeds) for d in DTYPES]
     right, others, faults = Largest(), Largest(), {}
     with concurrent.futures.ProcessPoolExecutor(asked.jobs) as pool:

@@ -31,7 +31,7 @@ def few_of(probes: Sequence[Probe], most: int) -> list[Probe]:
 class Ground:
     """What all candidates share, in one dtype.
 
-    ``accepts``: the options that they take; ``cotangents``: the results whose cotangents they take, None = all; ``largest``,
+    ``accepts``: the options that they take (conventions are none of them); ``cotangents``: the results whose cotangents they take, None = all; ``largest``,
     ``most``: the size of a probe and the number of probes, at most.
     """
 
@@ -54,7 +54,7 @@ class Ground:
         self._probes: dict[int, Probe] = {}
         first = self.plan.build_all(self.plan.alone())
         found = [p for p in (*first, *self.plan.rest(first)) if self.accepts(p.options)]
-        found = [p for p in found if largest is None or p.size <= largest]
+        found = [p for p in found if (largest is None or p.size <= largest) and not (p.named and accepts)]
         self.calls = [self.right(p) for p in (found if most is None else few_of(found, most))]
 
     def probe_of(self, call: JudgedCall) -> Probe:

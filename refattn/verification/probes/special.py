@@ -208,7 +208,13 @@ def _is_dense(mechanism: Mechanism) -> bool:
     return {"q", "k", "v"} <= set(mechanism.positional) and {"mask", "causal"} <= set(mechanism.options)
 
 
-_LOWERED = ("adaptive_span_attention", "bigbird_attention", "etc_attention", "longformer_attention", "nystrom_attention")
+_LOWERED = (
+    "adaptive_span_attention",
+    "bigbird_attention",
+    "etc_attention",
+    "longformer_attention",
+    "nystrom_attention",
+)
 """Where products of queries and keys alone make the logits of a softmax over them."""
 
 

@@ -26,11 +26,11 @@ def kernels(*, transposed=False, constant_sort=False):
         p = np.exp(scale * dots - (scale * dots).max(-1, keepdims=True))
         return q, k, v, keys, values, used, r, trail, dots, p / p.sum(-1, keepdims=True), scale
 
-    def forward(q, k, v, *, sort_logits, block, temperature, iterations, noise=None, scale=None):
+    def forward(q, k, v, *, sort_logits, block, temperature=0.75, iterations=7, noise=None, scale=None):
         _, _, _, _, values, *_, p, _ = steps(q, k, v, sort_logits, temperature, iterations, noise, scale)
         return (p @ values).reshape(*q.shape[:3], -1)
 
-    def backward(d_output, q, k, v, *, sort_logits, block, temperature, iterations, noise=None, scale=None):
+    def backward(d_output, q, k, v, *, sort_logits, block, temperature=0.75, iterations=7, noise=None, scale=None):
         n, shapes = sort_logits.shape[-1], (q.shape, k.shape, v.shape)
         q, k, v, keys, values, used, r, trail, dots, p, factor = steps(
             q, k, v, sort_logits, temperature, iterations, noise, scale
