@@ -31,8 +31,8 @@ def few_of(probes: Sequence[Probe], most: int) -> list[Probe]:
 class Ground:
     """What all candidates share, in one dtype.
 
-    ``accepts``: the options that they take (conventions are none of them); ``cotangents``: the results whose cotangents they take, None = all; ``largest``,
-    ``most``: the size of a probe and the number of probes, at most.
+    ``accepts``: the options that they take (conventions are none of them); ``cotangents``: the results whose cotangents they take,
+    None = all; ``largest``, ``most``: the size of a probe and the number of probes, at most.
     """
 
     def __init__(

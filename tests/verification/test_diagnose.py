@@ -8,13 +8,6 @@ import refattn as ra
 
 BROKEN = {
     "causal_other": {"diagonal": lambda q, k: 0},
-    "gqa_tile": {"key_head": lambda i, h, g: i % g},
-    "scale_padded": {"scale_of": lambda d: 2.0 ** (-0.5 * np.ceil(np.log2(d)))},
-    "window_plus1": {"reach": 1},
-    "cap_after_mask": {"cap_after_mask": True},
-    "tail_unmasked": {"tail_counts": True},
-    "sink_drop": {"drop_sinks": True},
-    "max_clamped0": {"start": 0.0},
     "gqa_grad_nosum": {"sum_over_group": False},
 }
 

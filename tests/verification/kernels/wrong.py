@@ -106,9 +106,9 @@ FLAGS: dict[str, list[tuple[str, dict[str, Any], str]]] = {  # class, flags, whe
         ("th_delta", {"row_term_of_output": True}, "backward"),
     ],
     "topk_attention": [
+        ("topk_count", {"one_more": True}, "both"),
         ("topk_ties", {"ties_up": True}, "both"),
         ("topk_grad", {"unmasked_backward": True}, "backward"),
-        ("topk_count", {"one_more": True}, "both"),
     ],
     "transformer_xl_attention": [
         ("rel_shift_slice", {"slice_off": True}, "both"),
@@ -186,7 +186,7 @@ def odd_rows(arrays: Arrays, options: dict[str, Any]) -> bool:
 
 
 IN_BACKWARD = ("adaptive_span", "bigbird", "efficient", "linear", "routing", "scaled_dot_product", "talking_heads")
-TWO = ("bigbird", "efficient", "local", "multi_head", "performer", "scaled_dot_product", "talking_heads")
+TWO = ("bigbird", "efficient", "local", "multi_head", "performer", "talking_heads")
 """Mechanisms whose kernels are broken in these ways: what takes long in the others is left to `make mutation-score`."""
 
 ARRAYS = {
