@@ -19,7 +19,13 @@ extensions = [
     "absolute_values",
     "from_the_package",
 ]
-exclude_patterns = ["_build", "accuracy_table.md", "tolerances_table.md", "mutation_score_table.md", "mechanisms/_template.md"]
+exclude_patterns = [
+    "_build",
+    "accuracy_table.md",
+    "tolerances_table.md",
+    "mutation_score_table.md",
+    "mechanisms/_template.md",
+]
 source_suffix = {".md": "markdown"}
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
