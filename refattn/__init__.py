@@ -11,7 +11,7 @@
 import importlib
 from typing import Any
 
-from refattn import cost, gates, layers, memory, patterns, positions, routing
+from refattn import cost, gates, layers, memory, patterns, positions, routing, serving
 from refattn.attention import *  # noqa: F403
 from refattn.attention import __all__ as _mechanism_names
 from refattn.contraction import einsum
@@ -39,6 +39,7 @@ __all__ = [
     "patterns",
     "positions",
     "routing",
+    "serving",
     "softmax",
     "verify",
 ]

@@ -36,6 +36,7 @@ FLOORS = [
     ["attention"],
     ["memory", "routing"],
     ["layers"],
+    ["serving"],
     ["verification"],
     ["cli"],
 ]

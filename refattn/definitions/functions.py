@@ -1,6 +1,6 @@
 """Which definition and which example belong to the functions around attention, by their name in ``refattn.functions``."""
 
-from refattn.definitions import centroids, convolution, gates, layers, memory, normalization, positions
+from refattn.definitions import centroids, convolution, gates, layers, memory, normalization, positions, serving
 
 __all__ = ["definitions", "examples"]
 
@@ -24,6 +24,7 @@ definitions = {
     "positions.rel_shift": positions.RelShift,
     "positions.rotary": positions.Rotary,
     "routing.update_centroids": centroids.UpdateCentroids,
+    "serving.update_cache": serving.UpdateCache,
     "sinkhorn": layers.Balance,
     "softmax": normalization.Softmax,
     "span_penalty": layers.SpanPenalty,
@@ -49,6 +50,7 @@ examples = {
     "positions.rel_shift": positions.rel_shift_example,
     "positions.rotary": positions.rotary_example,
     "routing.update_centroids": centroids.update_centroids_example,
+    "serving.update_cache": serving.update_cache_example,
     "sinkhorn": layers.sinkhorn_example,
     "softmax": normalization.rows_example,
     "span_penalty": layers.span_penalty_example,
