@@ -6,6 +6,8 @@
 Axes: ``t`` and ``s`` rows of queries and keys of all sequences, others as in the mechanism, whose batch axes are left out.
 """
 
+import itertools
+
 import numpy as np
 
 from refattn.definitions.steps import Definition, constant, step
@@ -35,7 +37,8 @@ AXES = {
     "ssd_attention": {"x": "hqe", "dt": "hq", "b": "gqd", "c": "gqd", "state": "b", "lengths": "b"},
 }  # fmt: skip
 RESULTS = {
-    "output": "hqe", "lse": "hq", "lses": "2hq", "remainder": "hq", "indices": "nqc", "block_indices": "nqc", "state": "b", "normalizer": "b",
+    "output": "hqe", "lse": "hq", "lses": "2hq", "remainder": "hq", "indices": "nqc", "block_indices": "nqc", "state": "b",
+    "normalizer": "b",
 }  # fmt: skip
 """Axes in the plain call; "b": one entry per sequence."""
 PADDING = {"lse": -np.inf, "lses": -np.inf, "indices": -1, "block_indices": -1}
@@ -51,7 +54,9 @@ class Sequences(Definition):
     """What packed and paged share: rows of each sequence, one inner call on them, and the way back."""
 
     mechanism = constant("scaled_dot_product_attention")
-    defaults = {"cu_seqlens_q": None, "cu_seqlens_k": None, "kv_layout": "NHD", "pattern": None, "score_mod": None, "align": None, "steps": 1}  # fmt: skip
+    defaults = {
+        "cu_seqlens_q": None, "cu_seqlens_k": None, "kv_layout": "NHD", "pattern": None, "score_mod": None, "align": None, "steps": 1,
+    }  # fmt: skip
     own = constant(("cu_seqlens_q", "cu_seqlens_k", "block_table", "seq_lens", "kv_layout"))
     gradients = ()
 
@@ -59,7 +64,11 @@ class Sequences(Definition):
     def axes(self):
         """Axes of the arguments that were passed, where they have a length or an entry per sequence."""
         table = AXES.get(self.mechanism, SOFTMAX)
-        return {n: table[n] for n, x in self.arguments.items() if n in table and (table[n] != "b" or np.ndim(x)) and np.ndim(x)}
+        return {
+            n: table[n]
+            for n, x in self.arguments.items()
+            if n in table and (table[n] != "b" or np.ndim(x)) and np.ndim(x)
+        }
 
     @step
     def flat(self):
@@ -104,7 +113,7 @@ class Sequences(Definition):
 
     def rows_of_token(self, name):
         """Rows of an array for each token."""
-        return int(self.steps) if name in ("k", "v", "beta", "erase_key") and TOKENS == AXES.get(self.mechanism) else 1
+        return int(self.steps) if name in ("k", "v", "beta", "erase_key") and AXES.get(self.mechanism) == TOKENS else 1
 
     def rows_for(self, name, n):
         """Rows of one array that belong to sequence n."""
@@ -137,7 +146,9 @@ class Sequences(Definition):
         if self.score_mod is not None:
             found["score_mod"] = lambda logits, b, h, i, j: self.score_mod(logits, b + n, h, i, j)
             if hasattr(self.score_mod, "derivative"):
-                found["score_mod"].derivative = lambda logits, b, h, i, j: self.score_mod.derivative(logits, b + n, h, i, j)
+                found["score_mod"].derivative = lambda logits, b, h, i, j: self.score_mod.derivative(
+                    logits, b + n, h, i, j
+                )
         if "align" in self.inner.defaults:
             found["align"] = self.offsets[n] if there else "lower_right"
         return found
@@ -206,7 +217,8 @@ class Sequences(Definition):
     def own_cotangents(self, n):
         """Cotangents of the results of sequence n, as the plain call has them."""
         found = {}
-        for name, d in self.cotangents.items():
+        for name in self.cotangents or ("output",):
+            d = self.cotangent(name)
             axes = "qm" if self.mechanism == "multi_head_attention" and name == "output" else RESULTS[name]
             if axes == "b":
                 found[name] = d[n] if n < self.sequences else np.zeros(d.shape[1:])
@@ -238,7 +250,9 @@ class Sequences(Definition):
         whole = np.zeros(self.flat[name].shape)
         place = next(i for i, c in enumerate(axes) if c in "qk")
         for n in range(self.sequences):
-            np.add.at(np.moveaxis(whole, length_first(axes), 0), self.rows_for(name, n), np.moveaxis(parts[n], place, 0))
+            np.add.at(
+                np.moveaxis(whole, length_first(axes), 0), self.rows_for(name, n), np.moveaxis(parts[n], place, 0)
+            )
         return self.as_passed(name, whole)
 
     def as_passed(self, name, whole):
@@ -275,9 +289,9 @@ class Paged(Sequences):
     @step
     def flat(self):
         found = {n: self.arguments[n] for n in self.axes if self.axes[n] != "b"}
-        for name in found:
+        for name, x in found.items():
             if KEY in self.axes[name]:
-                pages = np.moveaxis(found[name], self.slot_axis(name), 1)
+                pages = np.moveaxis(x, self.slot_axis(name), 1)
                 found[name] = pages.reshape(-1, *pages.shape[2:])
         return found
 
@@ -375,7 +389,7 @@ class Split(Parts):
         else:
             size, more = divmod(self.keys, self.splits)
             ends = np.cumsum([0, *(size + (n < more) for n in range(self.splits))]).tolist()
-        return [(j >= a) & (j < b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        return [(j >= a) & (j < b) for a, b in itertools.pairwise(ends)]
 
     @step
     def parts(self):
@@ -397,7 +411,8 @@ FORMS = {"packed": Packed, "paged": Paged, "split": Split, "ring": Ring}
 def form_of(form, mechanism, inner):
     """The definition of a form of the mechanism whose definition is ``inner``."""
     base = FORMS[form]
-    return type(f"{base.__name__}{inner.__name__}", (base,), {"inner": constant(inner), "mechanism": constant(mechanism), "__doc__": base.__doc__})  # fmt: skip
+    body = {"inner": constant(inner), "mechanism": constant(mechanism), "__doc__": base.__doc__}
+    return type(f"{base.__name__}{inner.__name__}", (base,), body)
 
 
 class UpdateCache(Definition):
@@ -432,10 +447,18 @@ class UpdateCache(Definition):
     @step
     def d_update(self):
         d = np.moveaxis(self.cotangent("output"), self.axis, 1)
-        return np.moveaxis(np.stack([d[n, places] for n, places in enumerate(self.slots)]), 1, self.axis)
+        rows = np.zeros(np.moveaxis(self.update, self.axis, 1).shape)
+        for n, places in enumerate(self.slots):
+            rows[n] = d[n, places]
+        return np.moveaxis(rows, 1, self.axis)
 
 
 def update_cache_example(rng, *, b=2, s=6, t=2, d=3, **options):
     """A cache (b,s,d) and new rows (b,t,d)."""
     starts = rng.integers(0, max(1, s - t + 1), b)
-    return {"cache": rng.standard_normal((b, s, d)), "update": rng.standard_normal((b, t, d)), "write_indices": starts, **options}
+    return {
+        "cache": rng.standard_normal((b, s, d)),
+        "update": rng.standard_normal((b, t, d)),
+        "write_indices": starts,
+        **options,
+    }

@@ -60,7 +60,9 @@ def unshard(parts: Sequence[Any], *, deal: str, axis: int = -2) -> Any:
     dealt = positions(sum(lengths), len(parts), deal)
     if lengths != [len(p) for p in dealt]:
         expected = [len(p) for p in dealt]
-        raise ValueError(f"parts have lengths {lengths}: expected {expected}, the {deal} deal of {sum(lengths)} positions")
+        raise ValueError(
+            f"parts have lengths {lengths}: expected {expected}, the {deal} deal of {sum(lengths)} positions"
+        )
     back = np.argsort(np.concatenate(dealt), kind="stable")
     return xp.take(xp.concat(list(parts), axis=axis), xp.asarray(back, device=on), axis=axis)
 

@@ -62,6 +62,15 @@ def _rebuilt(form: str, name: str) -> Form:
     return getattr(importlib.import_module("refattn.serving"), form)(name)
 
 
+SERVED = ("packed", "paged")
+"""Forms whose lengths are told by tables."""
+
+
+def _in_order(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
+    """``**options`` last."""
+    return sorted(parameters, key=lambda p: p.kind)
+
+
 def make(
     form: str,
     mechanism: Any,
@@ -97,6 +106,19 @@ def make(
     def draw(rng: Any, **sizes: Any) -> dict[str, Any]:
         return example(plain, rng, **sizes)
 
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    own = [inspect.Parameter(p.name, keyword, default=None) for p in extra]
+    sizes = [
+        p for p in inspect.signature(plain._cost).parameters.values() if form not in SERVED or p.name not in "bqkt"
+    ]
+    cost.__signature__ = inspect.Signature(_in_order([*sizes, *own]))  # type: ignore[attr-defined]
+    drawn = [*inspect.signature(plain._example).parameters.values()]
+    if form == "paged":
+        own = [*own, inspect.Parameter("page", keyword, default=2, annotation=int)]
+    known = {p.name for p in drawn}
+    draw.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        _in_order([*drawn, *(p for p in own if p.name not in known)])
+    )
     kept = {n: p for n, p in plain.__signature__.parameters.items() if n in plain.options and n not in refused}
     arrays = [p for p in kept.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     options = [p for p in kept.values() if p.kind is not p.POSITIONAL_OR_KEYWORD]

@@ -44,12 +44,28 @@ _ARGUMENTS: dict[str, dict[str, str]] = {
 """Mechanism -> argument -> axes of the plain call, batch axes left out."""
 
 REFUSED = (
-    *("mask", "bias", "dropout_mask", "dropout_rate", "keep_weights", "keep_index_scores", "keep_importance", "keep_branches"),
+    *(
+        "mask",
+        "bias",
+        "dropout_mask",
+        "dropout_rate",
+        "keep_weights",
+        "keep_index_scores",
+        "keep_importance",
+        "keep_branches",
+    ),
     *("entries", "entry_indices", "k_compressed", "v_compressed", "descale_block"),
 )
 """Options that speak of pairs of a query and a key, or have a length that is neither."""
 
-_RESULTS = {"output": "h q e", "lse": "h q", "lses": "2 h q", "remainder": "h q", "indices": "n q c", "block_indices": "n q c"}
+_RESULTS = {
+    "output": "h q e",
+    "lse": "h q",
+    "lses": "2 h q",
+    "remainder": "h q",
+    "indices": "n q c",
+    "block_indices": "n q c",
+}
 _STATES = {"state": "b g d e", "normalizer": "b h d"}
 DROPPED = ("index_scores", "importance", "outputs", "logits", "weights")
 """Results over queries and keys, which forms leave out."""

@@ -84,7 +84,9 @@ def ring(mechanism: Any) -> Form:
 def _make(form: str, mechanism: Any, extra: Sequence[inspect.Parameter], outputs: Sequence[str]) -> Form:
     plain = named(mechanism)
     if plain.name not in _KEYS:
-        raise ValueError(f"{plain.name} has no {form} form: its keys are not independent of each other; these have: {', '.join(_KEYS)}")
+        raise ValueError(
+            f"{plain.name} has no {form} form: its keys are not independent of each other; these have: {', '.join(_KEYS)}"
+        )
     return make(
         form, plain, extra=extra, doc="{name} with keys in parts; see ``refattn.serving``.", forward=_forward, backward=_backward,
         counts=_counts, example=_example, outputs=outputs, refused=("keep_weights",),
@@ -105,7 +107,9 @@ class _Taken(Pattern):
 
     def _visible(self, xp: Any, i: Any, j: Any, b: Any, h: Any, *, q: int, k: int) -> Any:
         def at(name: str, index: Any) -> Any:
-            flat = xp.take(self._on(xp, device(index) if is_array(index) else None, name), xp.reshape(index, (-1,)), axis=0)
+            flat = xp.take(
+                self._on(xp, device(index) if is_array(index) else None, name), xp.reshape(index, (-1,)), axis=0
+            )
             return xp.reshape(flat, index.shape)
 
         return self.whole._visible(xp, at("queries", i), at("keys", j), b, h, q=self.q, k=self.k)
@@ -173,7 +177,9 @@ class Whole:
             return read_sizes(self.given["q"], self.given["k"], self.given["v"])
         q, latent = self.given["q_nope"], self.given["latent"]
         if q.ndim < 3 or latent.ndim < 2:
-            raise ValueError(f"q_nope has shape {tuple(q.shape)} and latent {tuple(latent.shape)}: expected (..., h, q, d) and (..., k, l)")
+            raise ValueError(
+                f"q_nope has shape {tuple(q.shape)} and latent {tuple(latent.shape)}: expected (..., h, q, d) and (..., k, l)"
+            )
         lead = broadcast_leading(q_nope=(q, 3), latent=(latent, 2))
         h, n_q, d = q.shape[-3:]
         return Sizes(lead=lead, h=h, g=1, q=n_q, k=latent.shape[-2], d=d, e=latent.shape[-1])
@@ -347,7 +353,9 @@ def _backward(saved: Any, cotangents: Mapping[str, Any]) -> dict[str, Any]:
     pulled = []
     for queries, row in zip(call.queries, parts, strict=True):
         outputs, lses = [p.output for p in row], [p.lse for p in row]
-        d_outputs, d_lses = merge_backward(outputs, lses, call.take(d_output, queries, -2), call.take(d_lse, queries, -1))
+        d_outputs, d_lses = merge_backward(
+            outputs, lses, call.take(d_output, queries, -2), call.take(d_lse, queries, -1)
+        )
         for n in range(len(row)):
             given = {"output": d_outputs[n], "lse": d_lses[n]}
             for name, field in (("part_outputs", "output"), ("part_lses", "lse")):
@@ -376,7 +384,8 @@ def _collected(call: Whole, every: Sequence[Mapping[str, Any]]) -> dict[str, Any
         lists = call.queries if places == 0 else call.keys
         n = len(call.keys)
         sums = [
-            _sum(g[name] for i, g in enumerate(every) if (i // n if places == 0 else i % n) == own) for own in range(len(lists))
+            _sum(g[name] for i, g in enumerate(every) if (i // n if places == 0 else i % n) == own)
+            for own in range(len(lists))
         ]
         found[name] = _back(call, sums, lists)
     return found
@@ -412,7 +421,8 @@ def _of_added(call: Whole, gradients: Sequence[Any], pairs: Sequence[tuple[np.nd
         for r in range(len(call.queries)):
             own = [flatten_leading(g, 3, call.sizes.lead) if g.ndim >= 3 else g for g in gradients[r * n : (r + 1) * n]]
             rows.append(_along(call, own, call.keys, -1, bias))
-        found["bias"] = xp.reshape(whole, _shape_of(call, bias, whole)) if (whole := _along(call, rows, call.queries, -2, bias)) is not None else None
+        whole = _along(call, rows, call.queries, -2, bias)
+        found["bias"] = xp.reshape(whole, _shape_of(call, bias, whole))
     return found
 
 

@@ -11,7 +11,17 @@ from refattn.arrays import device, dtype_name, is_array, is_complex, namespace, 
 from refattn.mechanism import Mechanism
 from refattn.records import Counts, Elements, Pass, Result
 from refattn.serving.forms import Form, make, named
-from refattn.serving.layout import DROPPED, FILL, axes_of, key_side, length_axis, plain_axes, result_axes, served, unserved
+from refattn.serving.layout import (
+    DROPPED,
+    FILL,
+    axes_of,
+    key_side,
+    length_axis,
+    plain_axes,
+    result_axes,
+    served,
+    unserved,
+)
 from refattn.serving.tables import read_cumulated, read_lengths, read_table
 
 __all__ = ["packed", "paged"]
@@ -84,7 +94,10 @@ def paged(mechanism: Any) -> Form:
     if not key_side(plain.name):
         raise ValueError(f"{plain.name} has no paged form: it keeps a state, not keys")
     extra = [inspect.Parameter("block_table", _KEYWORD), inspect.Parameter("seq_lens", _KEYWORD)]
-    extra += [inspect.Parameter("cu_seqlens_q", _KEYWORD, default=None), inspect.Parameter("kv_layout", _KEYWORD, default="NHD")]
+    extra += [
+        inspect.Parameter("cu_seqlens_q", _KEYWORD, default=None),
+        inspect.Parameter("kv_layout", _KEYWORD, default="NHD"),
+    ]
     return make(
         "paged", plain, extra=extra, doc=_DOC, forward=_forward, backward=_backward, counts=_paged_counts, example=_paged_example
     )  # fmt: skip
@@ -119,7 +132,9 @@ class Sequences:
         self.sequences = len(self.cu_q) - 1
         for name, axes in self.axes.items():
             if axes.split()[:1] == ["b"] and len(self.given[name]) != self.sequences:
-                raise ValueError(f"{name} has {len(self.given[name])} entries: expected {self.sequences}, one per sequence")
+                raise ValueError(
+                    f"{name} has {len(self.given[name])} entries: expected {self.sequences}, one per sequence"
+                )
         patterns = self.given.get("pattern")
         if isinstance(patterns, (list, tuple)) and len(patterns) != self.sequences:
             raise ValueError(f"pattern is a list of {len(patterns)}: expected {self.sequences}, one per sequence")
@@ -170,7 +185,9 @@ class Sequences:
                 slots = 2 if self.heads_first and axes.split()[0] in ("g", "h") else 1
                 sizes[name] = (x.shape[0], x.shape[slots])
         if len(set(sizes.values())) != 1:
-            raise ValueError(f"pages: {', '.join(f'{n} has {m[0]} of {m[1]} slots' for n, m in sizes.items())}: expected the same")
+            raise ValueError(
+                f"pages: {', '.join(f'{n} has {m[0]} of {m[1]} slots' for n, m in sizes.items())}: expected the same"
+            )
         self.pages, self.page = next(iter(sizes.values()))
         if not self.page:
             raise ValueError("pages have no slots: expected at least one")
@@ -178,7 +195,9 @@ class Sequences:
         b = len(self.key_lengths)
         if arguments.get("cu_seqlens_q") is None:
             if self.rows != b:
-                raise ValueError(f"there are {self.rows} queries and {b} sequences: without cu_seqlens_q expected one per sequence")
+                raise ValueError(
+                    f"there are {self.rows} queries and {b} sequences: without cu_seqlens_q expected one per sequence"
+                )
             self.cu_q = np.arange(b + 1)
         else:
             self.cu_q = read_cumulated("cu_seqlens_q", arguments["cu_seqlens_q"], self.rows, b)
@@ -228,7 +247,7 @@ class Sequences:
         own = self.own_pages[n] if n < self.sequences else np.zeros(0, np.int64)
         length = int(self.key_lengths[n]) if n < self.sequences else 0
         taken = self.xp.take(x, self.xp.asarray(own, device=self.on), axis=0)
-        if self.heads_first and axes.split()[0] in ("g", "h"):
+        if self.heads_first and axes.split(maxsplit=1)[0] in ("g", "h"):
             taken = self.xp.moveaxis(taken, 2, 1)
         return self.xp.reshape(taken, (len(own) * self.page, *taken.shape[2:]))[:length, ...]
 
@@ -274,7 +293,9 @@ class Sequences:
                 continue
             axes = result_axes(self.plain.name, name)
             if axes[0] == "b":
-                found[name] = d[n, ...] if n < self.sequences else self.xp.zeros(d.shape[1:], dtype=d.dtype, device=self.on)
+                found[name] = (
+                    d[n, ...] if n < self.sequences else self.xp.zeros(d.shape[1:], dtype=d.dtype, device=self.on)
+                )
             else:
                 found[name] = unserved(_cut(d, length_axis(axes, name), *self.span(n, "q")), axes, name)
         return found
@@ -307,8 +328,12 @@ class Sequences:
                 pages[page] = rows[c, ...] if pages[page] is None else pages[page] + rows[c, ...]
         nothing = self.xp.zeros((self.page, *parts[0].shape[1:]), dtype=parts[0].dtype, device=self.on)
         stacked = [nothing if x is None else x for x in pages]
-        total = self.xp.stack(stacked, axis=0) if stacked else self.xp.zeros(like.shape, dtype=parts[0].dtype, device=self.on)
-        return self.xp.moveaxis(total, 1, 2) if self.heads_first and axes.split()[0] in ("g", "h") else total
+        total = (
+            self.xp.stack(stacked, axis=0)
+            if stacked
+            else self.xp.zeros(like.shape, dtype=parts[0].dtype, device=self.on)
+        )
+        return self.xp.moveaxis(total, 1, 2) if self.heads_first and axes.split(maxsplit=1)[0] in ("g", "h") else total
 
 
 class _OfSequence:
@@ -369,7 +394,11 @@ def _lengths(sizes: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     keys = None if seq_lens is None else read_lengths("seq_lens", seq_lens)
     if cu_q is None and keys is None:
         raise TypeError("'cu_seqlens_q' is missing")
-    queries = np.ones(len(keys), np.int64) if cu_q is None and keys is not None else np.diff(read_cumulated("cu_seqlens_q", cu_q, None))
+    queries = (
+        np.ones(len(keys), np.int64)
+        if cu_q is None and keys is not None
+        else np.diff(read_cumulated("cu_seqlens_q", cu_q, None))
+    )
     if keys is None:
         keys = queries if cu_k is None else np.diff(read_cumulated("cu_seqlens_k", cu_k, None, len(queries)))
     return queries, keys
@@ -384,7 +413,9 @@ def _packed_counts(plain: Mechanism, sizes: Mapping[str, Any]) -> Counts:
         lengths = {"q": q, "k": k} if "k" in names else {"t": q}
         if "align" in plain.options:
             lengths["align"] = rest.get("align", "lower_right")
-        total = total + plain._cost(**{**rest, "b": 1, **{n: x for n, x in lengths.items() if n in names or n == "align"}})
+        total = total + plain._cost(
+            **{**rest, "b": 1, **{n: x for n, x in lengths.items() if n in names or n == "align"}}
+        )
     return total
 
 
@@ -416,7 +447,6 @@ def _packed_example(plain: Mechanism, rng: "np.random.Generator", **sizes: Any) 
 
 def _paged_example(plain: Mechanism, rng: "np.random.Generator", *, page: int = 2, **sizes: Any) -> dict[str, Any]:
     """The packed example with its keys in permuted pages."""
-    table = plain_axes(plain.name)
     found = _packed_example(plain, rng, **sizes)
     lengths = np.diff(found.pop("cu_seqlens_k"))
     needed = [-(-int(n) // page) for n in lengths]
@@ -428,7 +458,8 @@ def _paged_example(plain: Mechanism, rng: "np.random.Generator", *, page: int = 
     for name in key_side(plain.name):
         if name in found:
             x, start = found[name], 0
-            laid = np.full((len(pages), page, *x.shape[1:]), math.nan) if x.dtype.kind == "f" else np.zeros((len(pages), page, *x.shape[1:]), x.dtype)
+            fill = math.nan if x.dtype.kind == "f" else 0
+            laid = np.full((len(pages), page, *x.shape[1:]), fill, dtype=x.dtype)
             for n, length in enumerate(lengths.tolist()):
                 for s in range(length):
                     laid[block_table[n, s // page], s % page] = x[start + s]

@@ -4,7 +4,17 @@ from typing import Any
 
 import numpy as np
 
-from refattn.arrays import LARGEST, device, is_array, is_integer, namespace, require_array, require_integer, require_one_of, to_numpy
+from refattn.arrays import (
+    LARGEST,
+    device,
+    is_array,
+    is_integer,
+    namespace,
+    require_array,
+    require_integer,
+    require_one_of,
+    to_numpy,
+)
 from refattn.mechanism import function
 from refattn.records import Result
 
@@ -57,7 +67,9 @@ def read_table(value: Any, lengths: np.ndarray, pages: int, page: int) -> list[n
     """The pages of each sequence, in order; what a table (b, p) has beyond them is not looked at."""
     table = _ints("block_table", value, 2)
     if len(table) != len(lengths):
-        raise ValueError(f"block_table has {len(table)} rows and seq_lens {len(lengths)} entries: expected one row per sequence")
+        raise ValueError(
+            f"block_table has {len(table)} rows and seq_lens {len(lengths)} entries: expected one row per sequence"
+        )
     rows = []
     for n, length in enumerate(lengths.tolist()):
         needed = -(-length // page)
@@ -178,7 +190,7 @@ def _update_forward(
     xp, on = namespace(cache, update), device(cache)
     source = _sources(cache, update, places, at)
     rows = [
-        xp.take(xp.concat([cache[n], update[n]], axis=at - 1), xp.asarray(source[n], device=on), axis=at - 1)
+        xp.take(xp.concat([cache[n, ...], update[n, ...]], axis=at - 1), xp.asarray(source[n], device=on), axis=at - 1)
         for n in range(cache.shape[0])
     ]
     output = xp.stack(rows, axis=0) if rows else cache
@@ -192,7 +204,7 @@ def _update_backward(saved: Any, *, output: Any) -> dict[str, Any]:
     xp, on, source, places, at = saved
     kept = xp.asarray(source == np.arange(source.shape[1]), device=on)
     kept = xp.reshape(kept, (source.shape[0], *(1,) * (at - 1), source.shape[1], *(1,) * (output.ndim - at - 1)))
-    taken = [xp.take(output[n], xp.asarray(places[n], device=on), axis=at - 1) for n in range(len(places))]
+    taken = [xp.take(output[n, ...], xp.asarray(places[n], device=on), axis=at - 1) for n in range(len(places))]
     return {
         "cache": xp.where(kept, output, xp.zeros_like(output)),
         "update": xp.stack(taken, axis=0) if taken else None,
