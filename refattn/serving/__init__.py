@@ -12,9 +12,30 @@ mechanism, one for each sequence, or one for the whole.
 (2, 5)
 """
 
-from refattn.serving.dealing import shard, unshard
-from refattn.serving.parts import ring, split
-from refattn.serving.sequences import packed, paged
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from refattn.serving.tables import block_table, update_cache
 
+if TYPE_CHECKING:
+    from refattn.serving.dealing import shard, unshard
+    from refattn.serving.parts import ring, split
+    from refattn.serving.sequences import packed, paged
+
 __all__ = ["block_table", "packed", "paged", "ring", "shard", "split", "unshard", "update_cache"]
+
+_LAZY = {
+    "packed": "sequences",
+    "paged": "sequences",
+    "ring": "parts",
+    "split": "parts",
+    "shard": "dealing",
+    "unshard": "dealing",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Forms are loaded when they are first asked for: importing refattn stays quick."""
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"refattn.serving.{_LAZY[name]}"), name)
+    raise AttributeError(f"module 'refattn.serving' has no attribute {name!r}")
