@@ -21,7 +21,7 @@ import numpy as np
 
 from refattn import precision
 from refattn.precision import Rounding
-from refattn.verification.bounds.recurrences import decay_floors
+from refattn.verification.bounds.recurrences import carried_state, decay_floors
 from refattn.verification.bounds.softmax import rounding
 from refattn.verification.question import Question
 
@@ -64,7 +64,9 @@ def injected_bounds(
                 apart = (run[name] - exactly[name]) / shrink
             square += np.square(np.where(np.isfinite(apart), apart, 0.0))
     merges = _merges(question, values, units)
-    bounds = {n: _bound(n, values[n], square / RUNS, merges, units) for n, square in squares.items()}
+    carried = carried_state(question, exact, values, units.accumulate)
+    squares = {n: square / RUNS + carried.get(n, 0.0) for n, square in squares.items()}
+    bounds = {n: _bound(n, values[n], square, merges, units) for n, square in squares.items()}
     floors = decay_floors(question, exact, values, units.accumulate)
     return {n: np.hypot(x, floors[n]) if n in floors else x for n, x in bounds.items()}
 
