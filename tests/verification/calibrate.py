@@ -37,6 +37,13 @@ from refattn.verification.verdict import FEW, Judgement, judge  # noqa: E402
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 DENSE = ra.scaled_dot_product_attention
+LISTS = {"indices", "block_indices", "block", "duplicates"}
+"""Options that the composed kernels do not have."""
+
+
+def composed_take(names: Iterable[str]) -> bool:
+    """Whether the composed kernels have these options."""
+    return not LISTS & set(names)
 
 
 def question_of(mechanism: Any, probe: Probe, dtype: str, gradients: bool = True, **declared: Any) -> Question:
@@ -115,7 +122,7 @@ class Largest:
 def dense(seed: int, dtype: str, every: int, made: Iterable[Probe] | None = None) -> Largest:
     """The composed kernels; variant i meets probe j where i + j + seed is a multiple of ``every``."""
     largest = Largest()
-    for j, probe in enumerate(probes(DENSE, seed=seed) if made is None else made):
+    for j, probe in enumerate(probes(DENSE, seed=seed, accepts=composed_take) if made is None else made):
         question = question_of(DENSE, probe, dtype)
         truth = truth_of(question)
         for i, (name, variant) in enumerate(VARIANTS.items()):

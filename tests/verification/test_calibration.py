@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from verification.calibrate import DENSE, DTYPES, dense, power
+from verification.calibrate import DENSE, DTYPES, composed_take, dense, power
 from verification.kernels_right import VARIANTS
 from verification.kernels_right.faults import FAULTS
 
@@ -12,7 +12,7 @@ from refattn.verification.probes import Plan
 
 @functools.cache
 def small_probes():
-    plan = Plan(DENSE)
+    plan = Plan(DENSE, accepts=composed_take)
     made = plan.build_all([*plan.alone(), *plan.special()])
     return [p for p in made if p.size < 16_000][::2]
 
