@@ -290,7 +290,8 @@ def _assignment(text: str) -> tuple[str, Any]:
     return name, tuple(parsed) if isinstance(parsed, list) else parsed
 
 
-def _mechanism(name: str) -> Any:
+def _mechanism(name: str, *, functions: bool = False) -> Any:
+    """The mechanism of this name; a function around attention too, by its dotted name, where it serves."""
     import refattn
 
     if ":" in name:
@@ -300,6 +301,8 @@ def _mechanism(name: str) -> Any:
         if not isinstance(found, type(refattn.scaled_dot_product_attention)):
             raise _Usage(f"{name} is a {type(found).__name__}, not a mechanism")
         return found
+    if functions and name in refattn.functions:
+        return refattn.functions[name]
     if name not in refattn.mechanisms:
         near = difflib.get_close_matches(name, refattn.mechanisms, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}?" if near else "`refattn list` prints all of them"
@@ -354,7 +357,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    mechanism = _mechanism(arguments.mechanism)
+    mechanism = _mechanism(arguments.mechanism, functions=True)
     files = {kind: getattr(arguments, kind) for kind in _REPORTS if getattr(arguments, kind)}
     for kind, path in files.items():
         _check_writable(kind, path)

@@ -19,7 +19,7 @@ class CausalConvolution(Definition):
 
     @property
     def taps(self):
-        return self.weight.shape[-1]
+        return self.argument("weight").shape[-1]
 
     @step
     def rows(self):

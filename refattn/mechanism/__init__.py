@@ -30,7 +30,7 @@ __all__ = ["Function", "Mechanism", "function", "functions", "mechanism", "mecha
 
 ROOMS = ("layers", "memory", "positions", "routing", "gates", "serving")
 """Rooms whose functions are called by the room's name too."""
-MISTAKEN = ("memory",)
+MISTAKEN = ("layers", "memory")
 """Those of them that have known mistakes."""
 
 _registry: dict[str, "Mechanism"] = {}
@@ -93,6 +93,10 @@ class Function:
     positional, options : tuple of str
         Arguments that may be given by position, and all arguments but backend, compute_dtype and algorithm.
     """
+
+    margin: Callable[[dict[str, Any]], float] | None = None
+    probe_options: tuple[Mapping[str, Any], ...] = ()
+    catalogue: Any = None
 
     def __init__(
         self,
@@ -187,9 +191,13 @@ class Function:
         """The same numbers by the slow, independent path."""
         return Reference(self, _table("definitions", self.key))
 
+    @property
+    def _example(self) -> Any:
+        return _table("examples", self.key)
+
     def example(self, rng: "np.random.Generator", **sizes: Any) -> dict[str, Any]:
         """Valid keyword arguments (float64 NumPy arrays) drawn from ``rng``."""
-        make = _table("examples", self.key)
+        make = self._example
         return make(rng, **self._checked_sizes(make, rng, sizes))
 
     def _checked_sizes(self, make: Callable[..., Any], rng: Any, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -298,12 +306,16 @@ class Mechanism(Function):
                 equation, paper, axes, self.title = says.equation, says.paper, says.axes, says.title
         self.equation, self.paper, self.axes = equation or "", paper or "", MappingProxyType(dict(axes or {}))
         self.probe_options, self.margin = tuple(probes), margin
-        self._cost, self._example = cost, example
+        self._cost, self._drawn = cost, example
         edits = hasattr(mutations, "mutations")
         self._catalogue: Any = mutations if edits else None
         self._mutations: Any = None if edits else mutations
         self._file = forward.__module__.rpartition(".")[2]
         self._definition = Reference(self, definition)
+
+    @property
+    def _example(self) -> Any:
+        return self._drawn
 
     @property
     def definition(self) -> "Reference":
@@ -318,7 +330,7 @@ class Mechanism(Function):
         return tuple(self._mutations)
 
     @property
-    def catalogue(self) -> Any:
+    def catalogue(self) -> Any:  # type: ignore[override]
         """The known mistakes as edits of the definition; None where they were given as plain mutations."""
         if self._catalogue is None and self._mutations is None:
             self._catalogue = importlib.import_module(f"refattn.mistakes.{self._file}").catalogue

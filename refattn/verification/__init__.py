@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from refattn import arrays, backends
-from refattn.mechanism import Mechanism, mechanisms
+from refattn.mechanism import Function, Mechanism, functions, mechanisms
 from refattn.verification.candidate import open_candidate
 from refattn.verification.capabilities import SHAPE_CAPABILITIES
 from refattn.verification.causes import causes_of
@@ -182,9 +182,11 @@ def assert_matches(candidate: Callable[..., Any] | str, mechanism: str | Mechani
     return report
 
 
-def _mechanism(given: str | Mechanism) -> Mechanism:
-    if isinstance(given, Mechanism):
+def _mechanism(given: str | Function) -> Any:
+    if isinstance(given, Function):
         return given
+    if given in functions:
+        return functions[given]
     if given not in mechanisms:
         near = difflib.get_close_matches(given, mechanisms, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]!r}?" if near else f"; there is {', '.join(mechanisms)}"

@@ -287,7 +287,7 @@ def ssd(broken=""):
             wide_skip = skip[:, None, None] if skip.ndim == 1 else skip[:, None, :]
             g["x"] = g["x"] + (0 if dropped else wide_skip * d_output)
             d_skip = own.sum(axis=(0, -2)) if skip.ndim == 2 else own.sum(axis=(0, -2, -1))
-            g["skip"] = 0 * d_skip if dropped else d_skip
+            g["skip"] = (0 * d_skip if dropped else d_skip).astype(skip.dtype)
         if dt_bias is not None:
             g["dt_bias"] = g["dt"].sum(axis=(0, -1)) * (2 if broken == "dt_bias_twice" else 1)
         found = {n: y.astype(kinds[n].dtype) if n in kinds else y for n, y in g.items()}

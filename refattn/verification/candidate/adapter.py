@@ -13,7 +13,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from refattn.mechanism import mechanisms
+from refattn.mechanism import functions, mechanisms
 from refattn.verification.candidate import files
 from refattn.verification.candidate.calls import Call, Outcome, read_call, write_outcome
 from refattn.verification.candidate.frameworks import Framework, Pulled, framework
@@ -298,7 +298,8 @@ class Adapter:
         if self.signature is None or self.preset is not None:
             return {}
         ours = {theirs: n for n, theirs in self.acceptance.rename.items()}
-        defaults = inspect.signature(mechanisms[self.mechanism]).parameters if self.mechanism in mechanisms else {}
+        owner = _owner(self.mechanism)
+        defaults = {} if owner is None else inspect.signature(owner).parameters
         found = {}
         for theirs, default in self.signature.names.items():
             name = ours.get(theirs, theirs)
@@ -359,7 +360,8 @@ class Adapter:
         if isinstance(returned, Mapping):
             return {_OURS.get(str(n), str(n)): x for n, x in returned.items() if x is not None}
         if isinstance(returned, (tuple, list)):
-            known = mechanisms[self.mechanism].outputs if self.mechanism in mechanisms else ()
+            owner = _owner(self.mechanism)
+            known = () if owner is None else owner.outputs
             names = self.preset.results if self.preset else known if len(known) > 1 else ("output", "lse")
             if len(returned) > len(names) and not self.preset:
                 raise TypeError(f"it returned {len(returned)} values: expected the output, (output, lse) or a dict")
@@ -413,13 +415,14 @@ class Adapter:
     def _gradient_order(self, handed: Mapping[str, Any], cotangents: Mapping[str, Any]) -> list[str]:
         """What a tuple of gradients holds: the arrays, then the differentiable options that were passed, as the signature has them."""
         arrays = [n for n in self.positional if n in handed]
-        if self.signature is None or self.mechanism not in mechanisms:
+        owner = _owner(self.mechanism)
+        if self.signature is None or owner is None:
             return arrays
         ours = self._our_names(list(handed))
         options = [ours.get(n, n) for n in self.signature.names]
         if self.preset is not None and self.preset.by_name:
             arrays = []
-        return arrays + [n for n in options if n in handed and n in mechanisms[self.mechanism].differentiable]
+        return arrays + [n for n in options if n in handed and n in owner.differentiable]
 
     def _our_names(self, handed: Sequence[str]) -> dict[str, str]:
         """Our names by theirs; where one of theirs stands for several, that of what was handed over."""
@@ -526,6 +529,11 @@ class Adapter:
         """Read a Call from a file, write its Outcome to another; returns the part that is no array."""
         result = self.invoke(read_call(call))
         return write_outcome(result, outcome, self.imports_refattn)
+
+
+def _owner(name: str) -> Any:
+    """The mechanism or function of this name; None where there is none."""
+    return mechanisms.get(name) or next((f for f in functions.values() if f.name == name), None)
 
 
 class _Clock:

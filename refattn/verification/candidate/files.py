@@ -162,6 +162,8 @@ def memory_form(x: np.ndarray) -> dict[str, Any] | None:
 
 def compact(x: np.ndarray) -> np.ndarray:
     """The array with its stride-0 axes cut to one element: what has to be stored beside its form."""
+    if not x.size:  # its strides may be 0, and mean nothing
+        return x
     return x[tuple(slice(0, 1) if s == 0 else slice(None) for s in x.strides)]
 
 

@@ -330,6 +330,21 @@ _OWN: dict[str, tuple[Feature, ...]] = {
         _switch("memory", "none", on=_with("a memory of every cluster", memory_keys=True)),
         _switch("relative", "none", keys=_with(relative_keys=True), values=_with(relative_values=True)),
     ),
+    "causal_convolution": (
+        _switch("state", "on", _passes("state"), none=Level(apply=_drop("state"), says="no state")),
+        _switch("activation", "none", silu=_with("silu afterwards", activation="silu")),
+        _switch("taps", "four", one=_with("one tap", w=1), two=_with("two taps", w=2)),
+        _switch("tokens", "many", two=_with("fewer tokens than taps", t=2)),
+    ),
+    "log_decay": (
+        _switch(
+            "form",
+            "softplus",
+            bounded=_with("the bounded gate", form="bounded", lower_bound=-5.0),
+            logsigmoid=_with("a log sigmoid with a temperature", form="logsigmoid", temperature=16.0),
+            exp=_with("an exponential", form="exp"),
+        ),
+    ),
     "linear_attention": (
         _CAUSAL_SQUARE,
         _switch("feature_map", "elu", identity=_with("the identity as feature map", feature_map="identity")),
