@@ -77,7 +77,7 @@ def _log_decay_forward(
             _require_fits(name, x, z)
     with backend.quiet():
         y = z + bias
-        factor = xp.exp(a_log + xp.zeros_like(z)) if form in ("softplus", "bounded") else None
+        factor: Any = xp.exp(a_log + xp.zeros_like(z)) if form in ("softplus", "bounded") else None
         if form == "softplus":
             output = -factor * _softplus(y)
         elif form == "bounded":
@@ -95,10 +95,11 @@ def _log_decay_backward(saved: Any, *, output: Any) -> dict[str, Any]:
     if output is None:
         return {}
     with backend.quiet():
-        return _gradients(*pieces, output)
+        return _gradients(output, *pieces)
 
 
 def _gradients(
+    output: Any,
     y: Any,
     factor: Any,
     gamma: Any,
@@ -107,7 +108,6 @@ def _gradients(
     temperature: float,
     a_log: Any,
     bias: Any,
-    output: Any,
 ) -> dict[str, Any]:
     xp = namespace(y)
     d_log = None

@@ -130,7 +130,13 @@ def forward(
         decays_of_rule=True,
     )
     wide = lambda y: None if y is None else y[:, None, None, None] if y.ndim == 1 else y[:, None, None, :]  # noqa: E731
-    parameters = {"a": wide(a), "skip": wide(skip), "dt_bias": wide(dt_bias), "softplus": dt_softplus, "limit": limit}
+    parameters: dict[str, Any] = {
+        "a": wide(a),
+        "skip": wide(skip),
+        "dt_bias": wide(dt_bias),
+        "softplus": dt_softplus,
+        "limit": limit,
+    }
     output, final, kept = walk.forward(chunk_forward(**parameters))
     return Result(output=output, state=final), (walk, kept, parameters, skip)
 

@@ -373,7 +373,7 @@ def drawn(
     Log decays are minus exponential numbers with the mean ``strength`` / 2, those of every second channel a tenth of it; betas
     lie in (0, 2), a reset stands at every fifth token or so; everything else is normal.
     """
-    given = {n: rng.standard_normal(shapes[n]) for n in required}
+    given: dict[str, Any] = {n: rng.standard_normal(shapes[n]) for n in required}
     for name, value in settings.items():
         if value is not True or name not in shapes:
             given[name] = value

@@ -330,7 +330,7 @@ class Mechanism(Function):
         return tuple(self._mutations)
 
     @property
-    def catalogue(self) -> Any:  # type: ignore[override]
+    def catalogue(self) -> Any:
         """The known mistakes as edits of the definition; None where they were given as plain mutations."""
         if self._catalogue is None and self._mutations is None:
             self._catalogue = importlib.import_module(f"refattn.mistakes.{self._file}").catalogue

@@ -90,7 +90,7 @@ def _noisy(kind: Any, rng: np.random.Generator) -> Any:
     def off(x: np.ndarray) -> np.ndarray:
         return x * (1 + NOISE * rng.standard_normal(x.shape))
 
-    class Noisy(kind):  # type: ignore[misc]
+    class Noisy(kind):
         @step
         def advance(self) -> Any:
             right = super().advance
@@ -108,7 +108,7 @@ def _answer(kind: Any, question: Question, exact: Mapping[str, Any]) -> dict[str
     """Results and gradients by array name, as the question's conventions have them."""
     wanted = [n for n in question.wrt if exact.get(n) is not None]
     call = kind({n: x for n, x in exact.items() if x is not None}, question.cotangents64)
-    found = {n: np.asarray(x) for n, x in call.result().items()}
+    found: Any = {n: np.asarray(x) for n, x in call.result().items()}
     if not question.cotangents or not wanted:
         return found
     gradients = call.gradient(wanted)

@@ -188,7 +188,8 @@ _CLASSES: dict[tuple[str, Any], str] = {
 
 def kda_gate(h: int, d: int) -> tuple[np.ndarray, np.ndarray, float]:
     """Parameters that a kernel with Kimi's bounded gate inside is given: a_log (h,), bias (h,d), the lower bound."""
-    return np.float32(np.linspace(-0.5, 0.4, h)), np.float32(0.3 * np.cos(np.arange(h * d)).reshape(h, d)), -5.0
+    a_log, bias = np.linspace(-0.5, 0.4, h), 0.3 * np.cos(np.arange(h * d)).reshape(h, d)
+    return a_log.astype(np.float32), bias.astype(np.float32), -5.0
 
 
 def decay_of(gate: str | None, base: str | None, x: Any) -> tuple[Any, Any]:
