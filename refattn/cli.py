@@ -57,7 +57,16 @@ class Setting:
 
 VERIFY_OPTIONS: tuple[Setting, ...] = (
     Setting("--framework", "framework", "text", "NAME", "numpy (default), torch, jax, cupy or torch:<device>", True),
-    Setting("--layout", "layout", "text", "AXES", "axis order of q, k, v and the output: bhld or a permutation", True),
+    Setting(
+        "--layout",
+        "layout",
+        "text",
+        "AXES",
+        "axis order of q, k, v and the output: bhld or a permutation; packed; paged",
+        True,
+    ),
+    Setting("--kv-layout", "kv_layout", "text", "NHD|HND", "axis order of pages (--layout paged)"),
+    Setting("--page", "page", "count", "N", "slots of a page (--layout paged; default: 16 and another size)"),
     Setting("--rename", "rename", "renames", "a=b,...", "its names for refattn's options: ours=theirs", True),
     Setting("--supports", "supports", "names", "A,B", "the options and conventions it has, said by hand", True),
     Setting("--conventions", "conventions", "conventions", "PRESET|JSON|FILE", "what is by design", True),

@@ -37,6 +37,8 @@ def verify(
     backward: Callable[..., Any] | str | None = None,
     framework: str | None = None,
     layout: str | None = None,
+    kv_layout: str | None = None,
+    page: int | None = None,
     rename: Mapping[str, str] | None = None,
     supports: Sequence[str] | None = None,
     conventions: Any = None,
@@ -73,7 +75,12 @@ def verify(
     framework : str, optional
         "numpy" (default), "torch", "jax", "cupy"; known signatures bring their own.
     layout : str, optional
-        Axis order of q, k, v and the output; default "bhld".
+        Axis order of q, k, v and the output; default "bhld".  "packed" and "paged": probes are dealt into sequences, and the
+        candidate is called with cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, or with block_table and seq_lens.
+    kv_layout : {"NHD", "HND"}, optional
+        Axis order of pages; default NHD: (n, page, g, d).
+    page : int, optional
+        Slots of a page; left out: 16 and another size.
     rename : mapping, optional
         Names of the candidate for options of refattn.
     supports : sequence of str, optional
@@ -124,7 +131,7 @@ def verify(
         candidate,
         chosen,
         framework=framework,
-        layout=layout,
+        layout=_layout(layout, kv_layout, page),
         rename=rename,
         supports=supports,
         conventions=conventions,
@@ -192,6 +199,15 @@ def _mechanism(given: str | Function) -> Any:
         hint = f"; did you mean {near[0]!r}?" if near else f"; there is {', '.join(mechanisms)}"
         raise UsageError(f"there is no mechanism {given!r}{hint}")
     return mechanisms[given]
+
+
+def _layout(layout: str | None, kv_layout: str | None, page: int | None) -> str | None:
+    """The layout, for pages with their axis order and size."""
+    if layout != "paged":
+        if kv_layout is not None or page is not None:
+            raise UsageError("kv_layout and page are for layout 'paged'")
+        return layout
+    return f"paged:{kv_layout or 'NHD'}:{'' if page is None else page}"
 
 
 def _dtypes(given: str | Sequence[str]) -> tuple[str, ...]:

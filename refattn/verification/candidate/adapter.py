@@ -18,6 +18,7 @@ from refattn.verification.candidate import files
 from refattn.verification.candidate.calls import Call, Outcome, read_call, write_outcome
 from refattn.verification.candidate.frameworks import Framework, Pulled, framework
 from refattn.verification.candidate.independence import libraries_of, root, watched_calls
+from refattn.verification.candidate.served import LAYOUTS, Served
 from refattn.verification.candidate.signature import Acceptance, Signature
 from refattn.verification.conventions import (
     CONVENTION_OPTIONS,
@@ -81,8 +82,16 @@ class Adapter:
             raise UsageError(f"{name or function!r} is not callable")
         if backward is not None and not callable(backward):
             raise UsageError(f"backward {backward!r} is not callable")
-        self.function, self.backward, self.positional = function, backward, tuple(positional)
         self.name = name or _name_of(function)
+        self.served, self.served_layout = None, None
+        if (layout or "").partition(":")[0] in LAYOUTS:
+            if mechanism != "scaled_dot_product_attention" or (framework or "numpy") != "numpy":
+                raise UsageError(
+                    f"layout is {layout!r}: packed and paged are for NumPy kernels of scaled_dot_product_attention"
+                )
+            self.served, self.served_layout = Served(function, backward, str(layout)), layout
+            function, backward, layout = self.served, self.served.backward, None
+        self.function, self.backward, self.positional = function, backward, tuple(positional)
         self.mechanism, self.imports_refattn = mechanism, imports_refattn
         self.signature = Signature.of(function, len(self.positional))
         declared = resolve(conventions)
@@ -172,7 +181,7 @@ class Adapter:
             "name": self.name,
             "mechanism": self.mechanism,
             "framework": self.framework_name,
-            "layout": self.layout,
+            "layout": self.served_layout or self.layout,
             "conventions": self.conventions.declared(),
             "acceptance": dataclasses.asdict(self.acceptance),
             "has_backward": self.backward is not None or self.framework.differentiates,
@@ -264,7 +273,8 @@ class Adapter:
                 for n, g in pulled.gradients.items()
                 if n in call.wrt
             }
-            mutated = tuple(n for n in host if not self.framework.unchanged(brought[n], host[n], original[n]))
+            served = ("k",) if self.served is not None and self.served.mutated else ()
+            mutated = served + tuple(n for n in host if not self.framework.unchanged(brought[n], host[n], original[n]))
             if self.framework_name == "numpy":
                 mutated += tuple(f"d_{n}" for n, x in cotangents.items() if host_cotangents[n].tobytes() != x.tobytes())
         return Outcome(
