@@ -334,3 +334,19 @@ def test_forms_are_made_once_and_pickled_by_name():
     assert ra.serving.packed(MECHANISM) is PACKED is pickle.loads(pickle.dumps(PACKED))
     cost = PACKED.cost(h=2, d=4, cu_seqlens_q=[0, 3, 5], causal=True)
     assert cost.multiplies == sum(MECHANISM.cost(h=2, d=4, q=n, k=n, causal=True).multiplies for n in (3, 2))
+
+
+@pytest.mark.parametrize("made", [PACKED, PAGED], ids=["packed", "paged"])
+def test_known_mistakes_show(made):
+    """A form has the mechanism's mistakes and its own, and its own change the numbers."""
+    rng = np.random.default_rng(11)
+    arguments = packed_arguments(rng, padding=0)
+    if made is PAGED:
+        arguments = into_pages(arguments, 2, rng)
+    arguments["causal"] = True
+    right = made.definition(**arguments).output
+    own = {m.class_ for m in made.catalogue.own}
+    assert own >= {"packed_upper_left"}
+    assert len(made.mutations) > len(own)
+    for mutation in made.mutations[: len(own)]:
+        assert np.abs(mutation.forward(arguments).output - right).max() > 1e-3, mutation.class_
