@@ -449,5 +449,5 @@ def _counts(plain: Mechanism, sizes: Mapping[str, Any]) -> Counts:
 
 
 def _example(plain: Mechanism, rng: "np.random.Generator", **sizes: Any) -> dict[str, Any]:
-    own = {n: sizes.pop(n) for n in ("splits", "ranks", "deal") if n in sizes}
+    own: dict[str, Any] = {n: sizes.pop(n) for n in ("splits", "ranks", "deal") if n in sizes}
     return {**plain.example(rng, **sizes), **own}

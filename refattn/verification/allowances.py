@@ -141,9 +141,8 @@ def largest_with(call: Call, allowance: Allowance) -> float | None:
     if any(getattr(question.conventions, n) is not None for n in fields):
         return None  # something else is declared
     widened = truth_of(dataclasses.replace(question, conventions=dataclasses.replace(question.conventions, **fields)))
-    got, largest = call.got, 0.0
-    if allowance.name == "low_prec_accum":
-        got = _with_right_row_sums(call)
+    got = _with_right_row_sums(call) if allowance.name == "low_prec_accum" else call.got
+    largest = 0.0
     for name in call.failing:
         found = judge(name, got[name], widened, leak=call.leak)
         if not found.ok:

@@ -292,9 +292,9 @@ class _Deal:
             turned, left = ((np.swapaxes(x, 1, 2) if self.served.kv_layout == "HND" else x) for x in (g, rest))
             for n, length in enumerate(self.key_lengths.tolist()):
                 for s in range(length):
-                    place = self.table[n, s // self.page], s % self.page
-                    found[n, :, s] = turned[place]
-                    left[place] = 0
+                    slot = self.table[n, s // self.page], s % self.page
+                    found[n, :, s] = turned[slot]
+                    left[slot] = 0
         if (rest != 0).any():
             found[...] = np.nan
         return found

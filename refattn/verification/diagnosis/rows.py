@@ -62,7 +62,7 @@ def wrong_rows(call: JudgedCall) -> np.ndarray | None:
     if not seen:
         for name in ("d_k", "d_v"):
             if name in call.failing and len(shape) > 2 and call.off(name).shape[: len(shape) - 1] == shape[:-1]:
-                wrong |= call.off(name).any(axis=(-1, -2))[..., None]
+                wrong |= np.asarray(call.off(name).any(axis=(-1, -2)))[..., None]
                 seen = True
     return wrong if seen else None
 
@@ -72,7 +72,7 @@ def places_of(rows: np.ndarray) -> Iterator[Place]:
     axes = []
     for axis in range(-rows.ndim, 0):
         other = tuple(a for a in range(rows.ndim) if a != axis % rows.ndim)
-        rules = list(_rules(rows.any(axis=other), axis, rows.ndim))
+        rules = list(_rules(np.asarray(rows.any(axis=other)), axis, rows.ndim))
         if rules:
             axes.append(rules)
     for rules in reversed(axes):  # rows first, then heads
