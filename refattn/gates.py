@@ -9,15 +9,27 @@ Axes: those of z, whatever they are; ``a_log`` and ``bias`` broadcast to them (o
 z (...,g,t,d)).
 """
 
+import math
 from typing import Any
 
 import numpy as np
 
-from refattn.arrays import is_array, namespace, real, require_array, require_number, require_one_of, sum_to_shape
+from refattn.arrays import (
+    is_array,
+    namespace,
+    real,
+    require_array,
+    require_axes,
+    require_integer,
+    require_number,
+    require_one_of,
+    sum_to_shape,
+)
+from refattn.contraction import einsum
 from refattn.mechanism import function
 from refattn.records import Result
 
-__all__ = ["log_decay"]
+__all__ = ["differential_lambda", "differential_lambda_init", "log_decay"]
 
 FORMS = ("softplus", "bounded", "logsigmoid", "exp")
 
@@ -164,4 +176,50 @@ def _sigmoid(x: Any) -> Any:
 
 log_decay = function(
     _log_decay_forward, _log_decay_backward, name="log_decay", differentiable=("z", "a_log", "bias"), primary=("z",)
+)
+
+
+def _differential_lambda_forward(lq1: Any, lk1: Any, lq2: Any, lk2: Any, *, lambda_init: float) -> tuple[Result, Any]:
+    """exp(lq1.lk1) - exp(lq2.lk2) + lambda_init: the factor of the second map of differential attention.
+
+    Parameters
+    ----------
+    lq1, lk1, lq2, lk2 : arrays (d,)
+    lambda_init : float
+        Where it starts; :func:`differential_lambda_init` gives that of the paper.
+
+    Returns
+    -------
+    output : array ()
+        Ye et al. 2024, arXiv:2410.05258, equation 2.
+    """
+    lambda_init = require_number("lambda_init", lambda_init)
+    given = {"lq1": lq1, "lk1": lk1, "lq2": lq2, "lk2": lk2}
+    require_axes(**{name: (x, "d") for name, x in given.items()})
+    xp = namespace(lq1)
+    parts = tuple(xp.exp(einsum("d,d->", *pair)) for pair in ((lq1, lk1), (lq2, lk2)))
+    return Result(output=parts[0] - parts[1] + lambda_init), (given, parts)
+
+
+def _differential_lambda_backward(saved: Any, *, output: Any) -> dict[str, Any]:
+    """dlq1 = d exp(lq1.lk1) lk1, and so on; the second pair with the other sign."""
+    given, (first, second) = saved
+    if output is None:
+        return {}
+    first, second = output * first, -output * second
+    return {
+        "lq1": first * given["lk1"], "lk1": first * given["lq1"], "lq2": second * given["lk2"], "lk2": second * given["lq2"],
+    }  # fmt: skip
+
+
+def differential_lambda_init(layer: int) -> float:
+    """0.8 - 0.6 exp(-0.3 layer), the layers counted from 0 (Ye et al. 2024, arXiv:2410.05258, section 2.1)."""
+    return 0.8 - 0.6 * math.exp(-0.3 * require_integer("layer", layer, minimum=0))
+
+
+differential_lambda = function(
+    _differential_lambda_forward,
+    _differential_lambda_backward,
+    name="differential_lambda",
+    differentiable=("lq1", "lk1", "lq2", "lk2"),
 )

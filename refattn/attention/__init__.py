@@ -4,6 +4,7 @@ from refattn.attention.adaptive_span import adaptive_span_attention, span_penalt
 from refattn.attention.bigbird import bigbird_attention
 from refattn.attention.compressive import compressive_attention
 from refattn.attention.delta_rule import delta_rule_attention
+from refattn.attention.differential import differential_attention
 from refattn.attention.efficient import efficient_attention
 from refattn.attention.etc import etc_attention
 from refattn.attention.forgetting import forgetting_attention
@@ -32,6 +33,7 @@ __all__ = [
     "bigbird_attention",
     "compressive_attention",
     "delta_rule_attention",
+    "differential_attention",
     "efficient_attention",
     "etc_attention",
     "forgetting_attention",

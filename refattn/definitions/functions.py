@@ -5,6 +5,7 @@ from refattn.definitions import centroids, convolution, gates, layers, memory, n
 __all__ = ["definitions", "examples"]
 
 definitions = {
+    "gates.differential_lambda": gates.DifferentialLambda,
     "gates.log_decay": gates.LogDecay,
     "layers.causal_convolution": convolution.CausalConvolution,
     "layers.compressive_layer": layers.CompressiveLayer,
@@ -31,6 +32,7 @@ definitions = {
 }
 
 examples = {
+    "gates.differential_lambda": gates.differential_lambda_example,
     "gates.log_decay": gates.log_decay_example,
     "layers.causal_convolution": convolution.causal_convolution_example,
     "layers.compressive_layer": layers.compressive_layer_example,

@@ -92,3 +92,42 @@ def log_decay_example(rng, *, b=2, g=2, t=5, d=3, **options):
     if options.get("form") == "bounded":
         given.setdefault("lower_bound", -5.0)
     return given
+
+
+class DifferentialLambda(Definition):
+    """exp(lq1.lk1) - exp(lq2.lk2) + lambda_init"""
+
+    gradients = ("lq1", "lk1", "lq2", "lk2")
+
+    @step
+    def first(self):
+        return np.exp((self.lq1 * self.lk1).sum())
+
+    @step
+    def second(self):
+        return np.exp((self.lq2 * self.lk2).sum())
+
+    @step
+    def output(self):
+        return self.first - self.second + self.lambda_init
+
+    @step
+    def d_lq1(self):
+        return self.cotangent("output") * self.first * self.lk1
+
+    @step
+    def d_lk1(self):
+        return self.cotangent("output") * self.first * self.lq1
+
+    @step
+    def d_lq2(self):
+        return -self.cotangent("output") * self.second * self.lk2
+
+    @step
+    def d_lk2(self):
+        return -self.cotangent("output") * self.second * self.lq2
+
+
+def differential_lambda_example(rng, *, d=5):
+    arrays = {n: 0.5 * rng.standard_normal(d) for n in ("lq1", "lk1", "lq2", "lk2")}
+    return {**arrays, "lambda_init": 0.2}

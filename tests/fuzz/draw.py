@@ -156,6 +156,19 @@ def scaled_dot_product(d):
     return {"b": b, "h": h, "g": g, "q": q, "k": k, "d": d.size(2, 3), "e": d.size(2, 3)}, o
 
 
+def differential(d):
+    b, (g, h), q, k = d.size(1, 2), head_sizes(d), d.size(2, 3, 5), d.size(2, 4, 7)
+    o = softmax(d, b, 2 * h, q, k, sinks=False)
+    if getattr(o.get("pattern"), "heads", 1) != 1:
+        del o["pattern"]  # one for each head is not taken
+    o |= {"head_map": "tile"} if d.chance(0.2) else {}
+    o |= {"pairs": "halves"} if d.chance(0.4) else {}
+    o |= {"two_keys": False} if d.chance(0.4) else {}
+    o |= {"lam": d.normal(*d.one((1, 1), (h, 1), (b, h, q)))} if d.chance(0.5) else {}
+    o |= listed(d, b, g, 2 * h, q, k) if d.chance(0.2) else {}
+    return {"b": b, "h": h, "g": g, "q": q, "k": k, "d": d.size(2, 3), "e": d.size(2, 3)}, o
+
+
 def forgetting(d):
     sizes, o = scaled_dot_product(d)
     o.pop("causal", None)
@@ -490,9 +503,9 @@ def ssd(d):
 
 FORMS = ("parallel", "recurrent", "chunked")
 DRAWS = {f"{f.__name__}_attention": f for f in (
-    adaptive_span, bigbird, compressive, delta_rule, efficient, etc, forgetting, gated_linear, linear, linformer, local, longformer,
-    lsh, multi_head, nystrom, performer, routing, rwkv7, scaled_dot_product, sinkhorn, sparse_transformer, ssd, synthesizer,
-    talking_heads, topk, transformer_xl,
+    adaptive_span, bigbird, compressive, delta_rule, differential, efficient, etc, forgetting, gated_linear, linear, linformer,
+    local, longformer, lsh, multi_head, nystrom, performer, routing, rwkv7, scaled_dot_product, sinkhorn, sparse_transformer,
+    ssd, synthesizer, talking_heads, topk, transformer_xl,
 )}  # fmt: skip
 CHOOSING = ("lsh_attention", "routing_attention", "topk_attention")
 GROWING = ("delta_rule_attention",)  # a write of a long key is more than what it replaces: the state overflows
