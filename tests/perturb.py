@@ -6,7 +6,7 @@ for the BLAS it was tried with then shows.
 
 The sign comes from the bits of the element and the seed.  So it is as good as random, and yet a function of the numbers: equal
 sums stay equal, the same call gives the same result twice, and a row does not depend on what stands in another.
-Unchanged are sums that no BLAS would round otherwise: of one term, of small multiples of 2**-8, and what is not finite.
+Unchanged are sums that no BLAS would round otherwise: of one term, of small multiples of 2**-8 or whole numbers, and what is not finite.
 """
 
 import math
@@ -25,9 +25,9 @@ def _signs(x, seed):
     return np.where(bits >> np.uint64(63), 1.0, -1.0)
 
 
-def _on_grid(x):
+def _on_grid(x, grid):
     with np.errstate(invalid="ignore"):
-        return np.rint(x * GRID) == x * GRID
+        return np.rint(x * grid) == x * grid
 
 
 def _moved(y, product, factors, count, seed):
@@ -35,18 +35,16 @@ def _moved(y, product, factors, count, seed):
     u = np.finfo(y.dtype).eps / 2
     terms = sum(product(*(np.abs(f).astype(np.float64) for f in pair)) for pair in factors)
     several = sum(product(*((f != 0).astype(np.float64) for f in pair)) for pair in factors) > 1
-    off_grid = sum(product(*((f == f).astype(np.float64) for f in pair)) for pair in factors) != sum(
-        product(*_on_grid_of(pair)) for pair in factors
-    )
+    number = sum(product(*((f == f).astype(np.float64) for f in pair)) for pair in factors)
+    exact = False
+    for grid in (GRID, 1.0):
+        of_grid = sum(product(*(_on_grid(f, grid).astype(np.float64) for f in pair)) for pair in factors)
+        exact = exact | ((of_grid == number) & (terms * grid**2 * u <= 1))
     delta = u * math.sqrt(count) * terms * _signs(y, seed)
-    rounds = several & (off_grid | (terms * GRID**2 * u > 1)) & np.isfinite(y) & np.isfinite(delta)
+    rounds = several & ~exact & np.isfinite(y) & np.isfinite(delta)
     with np.errstate(invalid="ignore", over="ignore"):
         moved = np.where(rounds, y + delta, y).astype(y.dtype)
     return np.where(np.isfinite(moved), moved, y)
-
-
-def _on_grid_of(pair):
-    return [_on_grid(f).astype(np.float64) for f in pair]
 
 
 def perturbed(product, y, operands, count, seed):
